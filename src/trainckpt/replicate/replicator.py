@@ -64,17 +64,6 @@ def sets_of(plan: RedundancyPlan, rank: int) -> list[tuple[int, CodedSet]]:
     return [(number, coded) for number, coded in enumerate(plan.sets) if rank in coded.members]
 
 
-def slots(plan: RedundancyPlan, rank: int, manifest: Manifest) -> dict[str, int]:
-    """Return the slots a rank fills for other ranks: slot name -> bytes."""
-    bytes_by_slot = {
-        copy_slot(owner): manifest.files[owner].num_bytes for owner in plan.kept_by(rank)
-    }
-    for number, coded in sets_of(plan, rank):
-        chunk_bytes = coded.chunk_bytes(max(file_sizes(coded, manifest)))
-        bytes_by_slot[parity_slot(number)] = HEAD_BYTES + coded.num_parity * chunk_bytes
-    return bytes_by_slot
-
-
 def names(plan: RedundancyPlan, rank: int, manifest: Manifest) -> set[str]:
     """Return the files a host holds because of a rank: its own, its replicas, the manifest."""
     name_of = file_name(manifest)
@@ -128,13 +117,13 @@ class Replicator:
     """
 
     def __init__(
-        self, plan: RedundancyPlan, channel: RankStore, run: str, local: Sequence[int]
+        self, plan: RedundancyPlan, channel: RankStore, run: str, hosts: Sequence[str]
     ) -> None:
         self.plan = plan
         self.newest: str | None = None
         self._channel = channel.connection()
         self._rank = channel.world.rank
-        self._is_first_on_host = self._rank == local[0]  # of its host
+        self._is_first_on_host = self._rank == hosts.index(channel.world.host)
         self._place = SharedMemoryDir.of(run)
         self._slots: dict[str, replica_slots.DoubleBuffer] = {}
         # holds this rank's file, encrypted, of the save in flight
@@ -154,10 +143,7 @@ class Replicator:
 
     def supersede(self, *, over: bool) -> None:
         """End `replicate_stored`: all ranks have a newer snapshot. `over`: it has ended."""
-        if over:
-            self._superseded.clear()
-        else:
-            self._superseded.set()
+        (self._superseded.clear if over else self._superseded.set)()
 
     @property
     def num_ranks(self) -> int:
@@ -179,9 +165,8 @@ class Replicator:
         self._encrypted = None
         if self._place is not None:
             name = replica_slots.sealed_slot(self._rank)
-            slot = self._slots.setdefault(
-                name, replica_slots.DoubleBuffer(self._place, name, anew=True)
-            )
+            new = replica_slots.DoubleBuffer(self._place, name, anew=True)
+            slot = self._slots.setdefault(name, new)
             with contextlib.suppress(OSError):
                 arena = slot.free(self.newest)
                 arena.reserve(num_bytes)
@@ -232,36 +217,37 @@ class Replicator:
         Raises:
             ReplicationFailed: on all ranks alike.
         """
-        key, manifest_key, failure, whole = "keep/again", "keep/manifest/again", "", None
+        key, manifest_key, why, whole = "keep/again", "keep/manifest/again", "", None
         self.newest = stored.name.folder
         with self._all_or_none(once=True):
             if self._rank == 0:
                 try:
                     whole = stored.manifest()
                 except (TrainckptError, OSError) as error:
-                    failure = str(getattr(error, "message", error))
-            manifest = self._share(key, manifest_key, whole, failure)
-            report = self._missing_report(stored, manifest)
-            combined = self._channel.fold(f"{key}/lacking", report, _sum_of, RANKS_TIMEOUT_S)
-            if combined["why"]:
-                raise ReplicationFailed(combined["why"])
-            lacking = int(combined["lacks"])
+                    why = self._because(error)
+            manifest, lacks, why = self._share(key, manifest_key, whole, why), False, ""
+            try:
+                self._check_wanted()
+                lacks = stored.is_incomplete(manifest, names(self.plan, self._rank, manifest))
+            except Exception as error:  # noqa: BLE001 - the others wait for an answer
+                why = self._because(error)
+            lacking = self._agree(f"{key}/lacking", why, RANKS_TIMEOUT_S, lacks=lacks)
             if lacking:
-                self._replicate_stored(key, manifest, stored)
+                with contextlib.ExitStack() as stack:
+                    mine = None
+                    try:
+                        mine = stack.enter_context(stored.file(manifest, self._check_wanted))
+                    except Exception as error:  # noqa: BLE001 - the others wait for an answer
+                        why = self._because(error)
+                    self._replicate(key, manifest, mine, None, why)
                 self._release(manifest.name.folder)
             if self._rank == 0:
                 self._channel.forget([manifest_key])  # all have read it
         return lacking
 
-    def _missing_report(self, stored: StoredSnapshot, manifest: Manifest) -> dict[str, Any]:
-        """Return whether this rank's host lacks replicas, or why that is unknown."""
-        lacks, why = False, ""
-        try:
-            self._check_wanted()
-            lacks = stored.is_incomplete(manifest, names(self.plan, self._rank, manifest))
-        except Exception as error:  # noqa: BLE001 - the others wait for an answer
-            why = f"rank {self._rank}: {getattr(error, 'message', repr(error))}"
-        return {"lacks": int(lacks), "why": why}
+    def _because(self, error: Exception) -> str:
+        known = isinstance(error, (OSError, TrainckptError))
+        return f"rank {self._rank}: {getattr(error, 'message', error if known else repr(error))}"
 
     @contextlib.contextmanager
     def _all_or_none(self, *, once: bool = False) -> Iterator[None]:
@@ -290,16 +276,6 @@ class Replicator:
         if self._is_first_on_host and self._place is not None and not self._superseded.is_set():
             replica_slots.release_manifests(self._place, [newest])
 
-    def _replicate_stored(self, key: str, manifest: Manifest, held: StoredSnapshot) -> None:
-        """Do steps 1 to 3 with this rank's stored file, which may be gone or bad."""
-        mine, why = None, ""
-        with contextlib.ExitStack() as stack:
-            try:
-                mine = stack.enter_context(held.file(manifest, self._check_wanted))
-            except Exception as error:  # noqa: BLE001 - the others wait for an answer
-                why = f"rank {self._rank}: {getattr(error, 'message', repr(error))}"
-            self._replicate(key, manifest, mine, None, why)
-
     def _replicate(
         self,
         key: str,
@@ -319,7 +295,7 @@ class Replicator:
             self._exchange(key, manifest, mine, memories)
             self._publish(manifest, memories, sealed)
         except (TrainckptError, OSError) as error:
-            why = f"rank {self._rank}: {getattr(error, 'message', error)}"
+            why = self._because(error)
             self._leave_groups()  # ranks that wait for this one see it at once
         self._agree(f"{key}/done", why, limit_s)
 
@@ -330,25 +306,28 @@ class Replicator:
             slot.close(keep=keep)
         if not keep:
             self._drop_fetched()
-        if not keep and self._is_first_on_host and self._place is not None:
-            replica_slots.release_manifests(self._place, ())
+            if self._is_first_on_host and self._place is not None:
+                replica_slots.release_manifests(self._place, ())
 
     def _share(
         self, key: str, manifest_key: str, whole: Manifest | None, why: str = ""
     ) -> Manifest:
-        """Return rank 0's manifest on all ranks, or raise why there is none."""
         if self._rank == 0 and whole is not None:
             self._channel.put(manifest_key, manifests.dump(whole).decode())
         self._agree(f"{key}/manifest", why, RANKS_TIMEOUT_S)
-        return manifests.load(
-            self._channel.peek(manifest_key).encode(), "the manifest of what is kept"
-        )
+        data = self._channel.peek(manifest_key).encode()
+        return manifests.load(data, "the manifest of what is kept")
 
-    def _agree(self, key: str, why: str, limit_s: float) -> None:
-        """Raise `ReplicationFailed` on all ranks if any rank has a reason."""
-        verdict = self._channel.fold(key, {"why": why}, _all_of, limit_s)
+    def _agree(self, key: str, why: str, limit_s: float, *, lacks: bool = False) -> int:
+        """Raise `ReplicationFailed` on all ranks if any has a reason; else count those that lack.
+
+        Only replicas of the snapshot from which the attempt began can be lacking.
+        """
+        answer = {"why": why, "lacks": int(lacks)}
+        verdict = self._channel.fold(key, answer, _all_of, limit_s)
         if verdict["why"]:
             raise ReplicationFailed(verdict["why"])
+        return int(verdict["lacks"])
 
     def _delete_keys(self, sequence: int) -> None:
         """Delete store keys read by all ranks, also those of earlier failed saves.
@@ -368,8 +347,12 @@ class Replicator:
         """Reserve memory for the replicas this rank holds; return why there is none, or ""."""
         if mine is None or self._place is None:
             return f"rank {self._rank} has too little shared memory"
+        sizes = {copy_slot(o): manifest.files[o].num_bytes for o in self.plan.kept_by(self._rank)}
+        for number, coded in sets_of(self.plan, self._rank):
+            chunk_bytes = coded.chunk_bytes(max(file_sizes(coded, manifest)))
+            sizes[parity_slot(number)] = HEAD_BYTES + coded.num_parity * chunk_bytes
         try:
-            for name, num_bytes in slots(self.plan, self._rank, manifest).items():
+            for name, num_bytes in sizes.items():
                 slot = self._slots.setdefault(name, replica_slots.DoubleBuffer(self._place, name))
                 into[name] = slot.free(self.newest)
                 into[name].reserve(num_bytes)
@@ -388,9 +371,8 @@ class Replicator:
         for owner in owners:
             file = manifest.files[owner]
             if not is_file(into[copy_slot(owner)].memory, file):
-                raise UnusableSnapshot(
-                    f"the received copy of {file.name} does not match its digest"
-                )
+                why = f"the received copy of {file.name} does not match its digest"
+                raise UnusableSnapshot(why)
         for number, coded in sets_of(self.plan, self._rank):
             memory, place = into[parity_slot(number)].memory, coded.members.index(self._rank)
             sizes, own = file_sizes(coded, manifest), mine if place < coded.num_own else mine[:0]
@@ -423,14 +405,11 @@ class Replicator:
         wanted: dict[str, tuple[int, ...]] = {
             copy_slot(o): (o, p) for o, p in partners.items() if self._rank in (o, p)
         }
-        wanted.update(
-            {parity_slot(number): coded.members for number, coded in sets_of(self.plan, self._rank)}
-        )
-        for slot_name, members in wanted.items():
+        for number, coded in sets_of(self.plan, self._rank):
+            wanted[parity_slot(number)] = coded.members
+        for name, members in wanted.items():
             self._check_wanted()
-            self._groups[slot_name] = Exchange(
-                self._channel, f"{key}/groups/{slot_name}", members, STEP_S
-            )
+            self._groups[name] = Exchange(self._channel, f"{key}/groups/{name}", members, STEP_S)
 
     def _publish(
         self, manifest: Manifest, memories: dict[str, Arena], sealed: Arena | None
@@ -471,12 +450,11 @@ class Replicator:
         self._groups = {}
 
 
-def _sum_of(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"lacks": sum(answer["lacks"] for answer in answers), **_all_of(answers)}
-
-
 def _all_of(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"why": "; ".join(answer["why"] for answer in answers if answer["why"])[:1000]}
+    return {
+        "why": "; ".join(answer["why"] for answer in answers if answer["why"])[:1000],
+        "lacks": sum(answer["lacks"] for answer in answers),
+    }
 
 
 # ---- failure domains: the ranks that fail together, and the plan made from them
@@ -504,20 +482,28 @@ def set_up(
     declared = channel.gather("failure domains", options.failure_domain or "", RANKS_TIMEOUT_S)
     plan = make_plan(spec, domains_of(hosts, declared))
     if channel.world.rank == 0:
-        _log_plan(plan)
-    local = [rank for rank, host in enumerate(hosts) if host == channel.world.host]
-    return Replicator(plan, channel, run, local)
+        for warning in plan.warnings:
+            logger.warning("%s", warning)
+        if plan.partners:
+            logger.debug("each rank's file is copied to a rank of another host")
+        elif plan.sets:
+            sizes = sorted({len(coded.members) for coded in plan.sets})
+            logger.info(
+                "ranks of other hosts keep parities of each rank's file, in sets of %s: any %d "
+                "of the hosts may be lost",
+                " or ".join(map(str, sizes)),
+                plan.num_losses,
+            )
+    return Replicator(plan, channel, run, hosts)
 
 
 def set_up_local(channel: RankStore, run: str, hosts: Sequence[str]) -> Replicator:
     """Return a replicator like that of `set_up`, for a rank whose file stays on its own host."""
-    local = [rank for rank, host in enumerate(hosts) if host == channel.world.host]
-    return Replicator(make_plan(RedundancySpec(), list(hosts)), channel, run, local)
+    return Replicator(make_plan(RedundancySpec(), list(hosts)), channel, run, hosts)
 
 
 def domains_of(hosts: Sequence[str], declared: Sequence[str]) -> list[str]:
-    """Return each rank's failure domain: the name its host's first rank declares, or the host
-    itself.
+    """Return each rank's failure domain: as its host's first rank declares, or the host itself.
 
     Ranks of one host always share a domain, since they share the memory that holds the replicas.
     """
@@ -525,19 +511,3 @@ def domains_of(hosts: Sequence[str], declared: Sequence[str]) -> list[str]:
     for host, name in zip(hosts, declared, strict=True):
         first.setdefault(host, name or f"host {host}")
     return [first[host] for host in hosts]
-
-
-def _log_plan(plan: RedundancyPlan) -> None:
-    """Log the replication plan, and where it falls short of the options."""
-    for warning in plan.warnings:
-        logger.warning("%s", warning)
-    if plan.partners:
-        logger.debug("each rank's file is copied to a rank of another host")
-    elif plan.sets:
-        sizes = sorted({len(coded.members) for coded in plan.sets})
-        logger.info(
-            "ranks of other hosts keep parities of each rank's file, in sets of %s: any %d "
-            "of the hosts may be lost",
-            " or ".join(map(str, sizes)),
-            plan.num_losses,
-        )

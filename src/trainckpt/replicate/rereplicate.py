@@ -104,7 +104,7 @@ class StoredSnapshot:
             raise OSError("there is no shared memory")
         mapping = self._place.held(self.name.folder, file_name, file.num_bytes)
         if mapping is None or not is_file(mapping.data, file):
-            self._fetch(manifest, file_name, may_go_on)
+            self._fetch(file, file_name, may_go_on)
             mapping = self._place.held(self.name.folder, file_name, file.num_bytes)
         if mapping is None:
             raise OSError(f"{file_name} is no longer in memory")
@@ -115,34 +115,28 @@ class StoredSnapshot:
         finally:
             mapping.close()
 
-    def _fetch(self, manifest: Manifest, file_name: str, may_go_on: Callable[[], None]) -> None:
+    def _fetch(self, file: FileEntry, file_name: str, may_go_on: Callable[[], None]) -> None:
         """Read the file into memory that no save uses, until the next snapshot is replicated."""
         assert self._place is not None
-        file = manifest.files[self._rank]
         if not self._has_room(file.num_bytes):
             raise OSError(f"too little memory for {file_name}")
         name, key = replica_slots.fetched_slot(self._rank), f"{self.name.folder}/{file.name}"
         replica_slots.remove_slot(self._place, name)
-        with contextlib.closing(
-            self._place.open_arena(replica_slots.arena_path(self._place, name, 0))
-        ) as arena:
+        path = replica_slots.arena_path(self._place, name, 0)
+        with contextlib.closing(self._place.open_arena(path)) as arena:
             arena.reserve(file.num_bytes)
+            is_good, self._ladder.sizes = False, {key: file.num_bytes}
+            steps = range(0, file.num_bytes, PART_BYTES)
+            parts = [(at, arena.memory[at : at + PART_BYTES]) for at in steps]
             try:
-                self._read(key, arena.memory, file, may_go_on)
-            except BaseException:
-                arena.empty()
-                raise
+                self._ladder.read_parts(key, parts, lambda _: may_go_on())
+                is_good = is_file(arena.memory, file)
+            finally:
+                if not is_good:
+                    arena.empty()
+            if not is_good:
+                raise UnusableSnapshot(f"{key} does not match its digest")
             arena.publish(self.name.folder, file_name)
-
-    def _read(
-        self, key: str, into: memoryview, file: FileEntry, may_go_on: Callable[[], None]
-    ) -> None:
-        self._ladder.sizes = {key: len(into)}
-        steps = range(0, len(into), PART_BYTES)
-        parts = [(at, into[at : at + PART_BYTES]) for at in steps]
-        self._ladder.read_parts(key, parts, lambda _: may_go_on())
-        if not is_file(into, file):
-            raise UnusableSnapshot(f"{key} does not match its digest")
 
 
 class Rereplication:

@@ -48,35 +48,6 @@ if TYPE_CHECKING:
     from trainckpt.storage.base import Tier
 
 
-# ---- retention in a slower tier
-
-
-class RetentionTask:
-    """Retention of one tier. One thread, on rank 0."""
-
-    def __init__(self, tier: Tier, work: UploadContext) -> None:
-        self._tier, self._work = tier, work
-
-    def prune(self) -> None:
-        """Prune by the policy of the run directory; a newer attempt decides by itself."""
-        work = self._work
-
-        def is_superseded() -> bool:
-            return newest(work.run_tier) > work.attempt
-
-        if is_superseded():
-            return
-        records = read_attempts(work.run_tier)
-        candidates = catalog.read_catalog(self._tier, work.run, records)
-        prune.prune_by_policy(
-            self._tier,
-            candidates,
-            keep_last=work.keep_last,
-            attempt=work.attempt,
-            unless=is_superseded,
-        )
-
-
 # ---- the upload queue: snapshots a tier lacks, in order
 #
 # The newest goes first, once the tier's interval (`uploads`) allows it. Requested and tagged
@@ -172,15 +143,6 @@ def failure(error: Exception, rank: int) -> dict[str, Any]:
     return {"error": f"rank {rank}: {message}", "lost": isinstance(error, UnusableSnapshot)}
 
 
-def await_end(channel: RankStore, drain: UploadDeadline) -> None:
-    """Wait until rank 0 ends the uploads, on any other rank; forward a request to leave."""
-    has_forwarded = False
-    while not channel.wait("left", min(drain.left_s(), POLL_S)) and drain.left_s() > 0:
-        if not has_forwarded and (asked := drain.leave_request()) is not None:
-            has_forwarded = True
-            channel.put(_HURRY, list(asked))
-
-
 class UploadRound:
     """Upload rounds of one rank and tier. One thread."""
 
@@ -241,9 +203,7 @@ class UploadRound:
                 self._count(_ENDING, -1)
 
     def report_progress(self, num_bytes: int) -> None:
-        """Signal progress: `num_bytes` of a file come next; 0: the file is made durable (may be
-        slow).
-        """
+        """Signal that `num_bytes` of a file come next; 0: it is made durable, which may be slow."""
         now_s = time.monotonic()
         if num_bytes == 0:
             self._is_syncing = True
@@ -328,7 +288,6 @@ class TierUploader:
         self.seconds_per_byte: float | None = None
         self.skipped = self.failed = 0
         self._work, self._is_durable = work, is_durable
-        self._retention = RetentionTask(tier, work)
         world = work.channel.world
         self._rank, self._size = world.rank, world.size
         self._store = work.channel.scoped(f"flush/{number}")
@@ -380,7 +339,11 @@ class TierUploader:
             self._draining, self._retry_s = True, 0.0
             self._changed.notify_all()
         if self._rank:
-            await_end(self._store, drain)
+            has_forwarded = False
+            while not self._store.wait("left", min(drain.left_s(), POLL_S)) and drain.left_s() > 0:
+                if not has_forwarded and (asked := drain.asked()) is not None:
+                    has_forwarded = True
+                    self._store.put(_HURRY, list(asked))
         else:
             signs = ProgressWatchdog(self._store)
             while self._thread.is_alive() and drain.left_s() > 0:
@@ -430,22 +393,17 @@ class TierUploader:
             self._handle_verdict(name, verdict, took_s)
             self._record_state()
         if not self._stopping:
-            self._attempt(
-                lambda: upload.mirror_records(
-                    self._work.run_tier, self.tier, self._mirrored_records
-                )
-            )
+            self._attempt(self._mirror)
         self._attempt(self._round.end)
 
     def _attempt(self, call: Callable[[], object]) -> None:
-        """Call; log a failure. Its work is found again at the next upload."""
+        # What fails is found again at the next upload.
         try:
             call()
         except TrainckptError as error:
             self._warn(error.message)
 
     def _record_state(self) -> None:
-        """Record the tier's state, whenever it changed, for `list` and `doctor`."""
         health = health_of(self.tier)
         now = (CLOSED if health is None else health.state, self._logged)
         if now != self._recorded_state:
@@ -458,7 +416,7 @@ class TierUploader:
         self._be_there()
         place, run = self._work.run_tier, self._work.run
         candidates = catalog.read_catalog(place, run, read_attempts(place))
-        usable = [c for c in candidates if c.usable and c.name.attempt < self._work.attempt]
+        usable = [c for c in candidates if c.usable and c.name.attempt < self._work.number.value]
         tagged = [c for c in usable[1:] if c.manifest is not None and c.manifest.tags]
         lacking = [c for c in (*usable[:1], *tagged) if not upload.holds(self.tier, c.name)]
         if usable and usable[0] not in lacking:
@@ -469,7 +427,6 @@ class TierUploader:
                 self._queue.add_earlier(candidate.name, tagged=bool(tags))
 
     def _next(self) -> SnapshotName | None:
-        """Wait for a snapshot to copy, and return it; None: it is over."""
         with self._changed:
             while not self._stopping:
                 now_s = time.monotonic()
@@ -519,20 +476,38 @@ class TierUploader:
         return manifest, data, upload.all_reached(manifest, there)
 
     def _be_there(self) -> None:
-        """Create this run and its records in the tier, unless they are there."""
         place = self._work.run_tier
         upload.found_there(place, self.tier, self._work.run, again=self._is_there)
         self._is_there = True
-        upload.mirror_records(place, self.tier, self._mirrored_records)
+        self._mirror()
+
+    def _mirror(self) -> None:
+        upload.mirror_records(self._work.run_tier, self.tier, self._mirrored_records)
 
     def _commit(self, manifest: Manifest, data: bytes) -> None:
         upload.commit_copy(self.tier, manifest, data)
         self.newest = str(manifest.name)
         self._work.log.set_fact(COMMITS, self.tier.name, self.newest)
         try:
-            self._retention.prune()
+            self._prune()
         except TrainckptError as error:
             logger.warning("could not prune %s: %s", self.tier.url, error.message)
+
+    def _prune(self) -> None:
+        """Prune by the policy of the run directory; a newer attempt decides by itself."""
+        work = self._work
+
+        def is_superseded() -> bool:
+            return newest(work.run_tier) > work.number.value
+
+        if not is_superseded():
+            prune.prune_by_policy(
+                self.tier,
+                catalog.read_catalog(self.tier, work.run, read_attempts(work.run_tier)),
+                keep_last=work.keep_last,
+                attempt=work.number.value,
+                unless=is_superseded,
+            )
 
     # ---- the thread of every other rank
 
@@ -550,7 +525,6 @@ class TierUploader:
     # ---- both
 
     def _part(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Copy this rank's share; what to report."""
         if "failed" in order:
             return order["failed"] if self._rank == 0 else {"ok": True}
         work = self._work
@@ -562,14 +536,10 @@ class TierUploader:
             for key, file in upload.share(manifest, self._rank, self._size):
                 if key not in there:
                     sources = (work.arena_first, work.run_tier)
+                    check = self._check_progress
                     with self._round.copying():
                         upload.copy_missing(
-                            sources,
-                            self.tier,
-                            manifest,
-                            key=key,
-                            file=file,
-                            check=self._check_progress,
+                            sources, self.tier, manifest, key=key, file=file, check=check
                         )
                     self._done.add(key)
         except Exception as error:  # noqa: BLE001 - it is reported, and training goes on
@@ -616,7 +586,6 @@ class TierUploader:
             handle.fail_durable(why)
 
     def _arrived(self, name: SnapshotName) -> None:
-        """Drop the snapshot, and older ones without a tag, from the queue."""
         with self._changed:
             self._last = name if self._last is None else max(name, self._last)
             over = self._queue.superseded_by(name)
@@ -639,8 +608,4 @@ class TierUploader:
         """Log a reason once, until another copy succeeds."""
         if self._rank == 0 and not self._logged:
             self._logged = why
-            logger.warning(
-                "copying to tier %s failed, will retry: %s",
-                self.tier.name,
-                why,
-            )
+            logger.warning("copying to tier %s failed, will retry: %s", self.tier.name, why)

@@ -71,12 +71,11 @@ def wait_s(every: Every | None, step: int, last: LastCopy, now_s: float) -> floa
 
     Args:
         every: Interval of the tier; None: it has none.
-        step: Step of the newest snapshot.
-        last: The last copy that arrived there.
+        step, last: Step of the newest snapshot; the last copy that arrived there.
         now_s: By the monotonic clock.
 
     Returns:
-        Seconds; 0: it is due; infinite: another snapshot will be.
+        0: it is due; infinite: another snapshot will be.
     """
     if every is None:
         return 0.0
@@ -111,45 +110,7 @@ UNLIMITED_S = 86400.0
 UNASKED_S = 60.0  # without a deadline, and without a supervisor to finish the uploads
 
 
-@dataclass(frozen=True)
-class FlushDeadline:
-    """Facts known when the ranks could leave.
-
-    Attributes:
-        left_s: Until the deadline; None: there is none.
-        predicted_s: Seconds that copying would take; 0: nothing waits; None: not measured.
-        supervised: A supervisor on this host finishes the uploads after the ranks.
-        host_goes: The machine is taken away, and the run directory lies on it alone.
-    """
-
-    left_s: float | None
-    predicted_s: float | None
-    supervised: bool
-    host_goes: bool
-
-
-def flush_limit_s(leaving: FlushDeadline) -> float:
-    """Return the seconds to copy; 0: leave at once, the supervisor or next attempt does it."""
-    left_s = leaving.left_s
-    if leaving.host_goes:
-        return UNLIMITED_S if left_s is None else max(left_s, 0.0)
-    if left_s is None:
-        return 0.0 if leaving.supervised else UNASKED_S
-    fits = leaving.predicted_s is not None and CAUTION * leaving.predicted_s <= left_s
-    if not fits and (leaving.supervised or leaving.predicted_s is not None):
-        return 0.0
-    return max(left_s, 0.0)
-
-
 POLL_S = 1.0
-
-
-def _no_request() -> Asked | None:
-    return None
-
-
-def _unlimited(reason: str, left_s: float | None) -> float:  # noqa: ARG001 - as `limit_of`
-    return float("inf")
 
 
 class UploadDeadline:
@@ -157,13 +118,14 @@ class UploadDeadline:
 
     Attributes:
         shortened_by: Why the deadline was shortened, or "".
+        asked: Returns the request for this rank to leave, if any.
     """
 
     def __init__(
         self,
         limit_s: float,
-        asked: Callable[[], Asked | None] = _no_request,
-        limit_of: Callable[[str, float | None], float] = _unlimited,
+        asked: Callable[[], Asked | None] = lambda: None,
+        limit_of: Callable[[str, float | None], float] = lambda reason, left_s: math.inf,
     ) -> None:
         """Start the clock.
 
@@ -172,28 +134,22 @@ class UploadDeadline:
             asked: Returns a request for this rank to leave, if any; may repeat one.
             limit_of: Returns the seconds still usable, from the reason and the seconds left.
         """
-        self.shortened_by = ""
+        self.shortened_by, self.asked = "", asked
         self._until_s = time.monotonic() + limit_s
-        self._leave_request, self._limit_of = asked, limit_of
+        self._limit_of = limit_of
         self._seen_reasons: set[str] = set()
 
     def left_s(self) -> float:
         """Return the seconds left, never negative."""
         return max(self._until_s - time.monotonic(), 0.0)
 
-    def leave_request(self) -> Asked | None:
-        """Return the request for this rank to leave, if any."""
-        return self._leave_request()
-
     def update(self, forwarded: Sequence[Any] | None) -> None:
         """Rank 0, every `POLL_S`: shorten the deadline by its own request, or another rank's."""
-        for request in (self._leave_request(), forwarded):
+        for request in (self.asked(), forwarded):
             if request is None or request[0] in self._seen_reasons:
                 continue
-            reason, left_s = request
-            self._seen_reasons.add(
-                reason
-            )  # once: the time left only shrinks, and a copy is not quicker
+            reason, left_s = request  # once: the time left only shrinks, and a copy is not quicker
+            self._seen_reasons.add(reason)
             limit_s = max(self._limit_of(reason, left_s), 0.0)
             if limit_s < self.left_s():
                 self.shortened_by, self._until_s = reason, time.monotonic() + limit_s
@@ -223,11 +179,6 @@ class UploadContext:
     run: str
     number: AttemptId
     keep_last: int
-
-    @property
-    def attempt(self) -> int:
-        """Current number of the attempt."""
-        return self.number.value
 
 
 class ArenaFirstReader:
@@ -286,9 +237,8 @@ class Uploads:
 
     def tiers_with(self, snapshot: str | None) -> list[str]:
         """Return the names of tiers that hold the final snapshot of an attempt."""
-        if snapshot is None:
-            return []
-        return [LOCAL, *(f.tier.name for f in self.uploaders if f.newest == snapshot)]
+        slower = [f.tier.name for f in self.uploaders if f.newest == snapshot]
+        return [LOCAL, *slower] if snapshot is not None else []
 
     def predicted(self) -> list[tuple[str, float | None]]:
         """Return each slower tier's name, and the predicted seconds for the newest snapshot."""
@@ -304,13 +254,16 @@ class Uploads:
         """
         if not self.uploaders:
             return 0.0
-        leaving = FlushDeadline(
-            left_s,
-            self.uploaders[0].predicted_s(),
-            supervised=rank_status.is_supervised(),
-            host_goes=on_this_host and reason.startswith(OF_MACHINE),
-        )
-        return flush_limit_s(leaving)
+        if on_this_host and reason.startswith(OF_MACHINE):  # what is not copied is lost
+            return UNLIMITED_S if left_s is None else max(left_s, 0.0)
+        # Else the supervisor or the next attempt copies what is left.
+        supervised, predicted_s = rank_status.is_supervised(), self.uploaders[0].predicted_s()
+        if left_s is None:
+            return 0.0 if supervised else UNASKED_S
+        fits = predicted_s is not None and CAUTION * predicted_s <= left_s
+        if not fits and (supervised or predicted_s is not None):
+            return 0.0
+        return max(left_s, 0.0)
 
     def drain(self, drain: UploadDeadline) -> None:
         """Upload waiting snapshots at the end, within the deadline. Every rank; the last call."""

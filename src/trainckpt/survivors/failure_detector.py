@@ -57,8 +57,6 @@ class FailureDetector:
         rank, size = channel.world.rank, channel.world.size
         self._rank = rank
         self._neighbours = [(rank + n) % size for n in range(1, min(NEIGHBOURS, size - 1) + 1)]
-        # what a rank said last; silent for so long
-        self._seen: dict[int, tuple[object, float]] = {}
         self._stopping = threading.Event()
         self._reported_loss = self._silent_rank = self._store_failure = ""
         self._left = False
@@ -81,29 +79,25 @@ class FailureDetector:
 
     def _beat(self) -> None:
         beats, awake = 0, RunningTime(self._period_s)
+        keys, seen = [str(rank) for rank in self._neighbours], dict[int, tuple[object, float]]()
         try:
             while not self._stopping.wait(self._period_s):
-                beats += 1
-                self._exchange_heartbeats(beats, awake.passed_s())
+                beats, passed_s, slow = beats + 1, awake.passed_s(), ""
+                self._channel.put(str(self._rank), beats)
+                for rank, count in zip(self._neighbours, self._channel.peek_all(keys), strict=True):
+                    before, silent_s = seen.get(rank, (None, 0.0))
+                    is_silent = rank in seen and count == before and count != _LEFT
+                    silent_s = silent_s + passed_s if is_silent else 0.0
+                    seen[rank] = count, silent_s
+                    if silent_s > self._after_s:
+                        slow = f"rank {rank} has been silent for {silent_s:.0f} s"
+                self._silent_rank = slow
+                self._reported_loss = str(self._channel.peek(_LOST) or "")
                 self._unanswered_s = 0.0
             if self._left:
                 self._channel.put(str(self._rank), _LEFT)
         except NoAgreement as error:
             self._store_failure = error.message
-
-    def _exchange_heartbeats(self, beats: int, passed_s: float) -> None:
-        """Exchange heartbeats; note a reported loss, and a rank silent for too long."""
-        self._channel.put(str(self._rank), beats)
-        counts, slow = self._channel.peek_all([str(r) for r in self._neighbours]), ""
-        for rank, count in zip(self._neighbours, counts, strict=True):
-            before, silent_s = self._seen.get(rank, (None, 0.0))
-            is_silent = rank in self._seen and count == before and count != _LEFT
-            silent_s = silent_s + passed_s if is_silent else 0.0
-            self._seen[rank] = count, silent_s
-            if silent_s > self._after_s:
-                slow = f"rank {rank} has been silent for {silent_s:.0f} s"
-        self._silent_rank = slow
-        self._reported_loss = str(self._channel.peek(_LOST) or "")
 
     def _judge(self) -> None:
         progress, still_s, awake = self._progress(), 0.0, RunningTime(self._period_s)
@@ -120,11 +114,10 @@ class FailureDetector:
                 return
 
     def _verdict(self, still_s: float) -> str:
-        """Return why this rank gives up on another after so long without progress, or ""."""
-        if still_s > min(HANGS_S, self._after_s) and (
-            evidence := self._store_failure or self._broken()
-        ):
-            return evidence
+        if still_s > min(HANGS_S, self._after_s):
+            evidence = self._store_failure or self._broken()
+            if evidence:
+                return evidence
         if still_s <= self._after_s:
             return ""
         if self._unanswered_s > self._after_s:
@@ -133,11 +126,12 @@ class FailureDetector:
 
     def report_lost(self, why: str) -> None:
         """Report a lost rank to all others. Does not block: the store may hang."""
-        threads.thread(self._report_lost, "trainckpt-lost", why).start()
 
-    def _report_lost(self, why: str) -> None:
-        with contextlib.suppress(NoAgreement):
-            self._channel.connection().propose(_LOST, why)
+        def report() -> None:
+            with contextlib.suppress(NoAgreement):
+                self._channel.connection().propose(_LOST, why)
+
+        threads.thread(report, "trainckpt-lost").start()
 
 
 class RunningTime:

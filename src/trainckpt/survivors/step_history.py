@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -95,9 +96,7 @@ class PartnerStateExchange:
         self._thread.start()
 
     def send(self, moment: StepState) -> None:
-        """Queue a state for its partner. Training thread; all ranks the same ones, in the same
-        order.
-        """
+        """Queue a state for its partner; all ranks the same ones, in one order. Training thread."""
         self._queue.put(moment)
 
     def close(self) -> None:
@@ -125,7 +124,10 @@ class PartnerStateExchange:
 
     def _exchange(self, moment: StepState) -> None:
         _ = moment.small.head
-        self._join()
+        for owner, partner in enumerate(self._partners):  # in one order on all ranks
+            if self._rank in (owner, partner) and owner not in self._groups:
+                members = (owner, partner)
+                self._groups[owner] = Exchange(self._channel, f"group/{owner}", members, DAY_S)
         mine = self._groups[self._rank]
         lengths = {owner: bytearray(LENGTH_BYTES) for owner in self.owners}
         length = bytearray(len(moment.small.memory).to_bytes(LENGTH_BYTES, "little"))
@@ -139,9 +141,8 @@ class PartnerStateExchange:
         for owner, encoded in lengths.items():
             num_bytes = int.from_bytes(encoded, "little")
             if num_bytes > MAX_BYTES:
-                raise NoAgreement(
-                    f"rank {owner} reports an impossible size of its state, {num_bytes} bytes"
-                )
+                why = f"rank {owner} reports an impossible size of its state, {num_bytes} bytes"
+                raise NoAgreement(why)
             received[owner], group = private_memory(num_bytes), self._groups[owner]
             begun.append((group, group.begin([(0, 1, received[owner])], [])))
         _wait_all(begun)
@@ -156,15 +157,6 @@ class PartnerStateExchange:
         else:
             self._channel.get(key, DAY_S)
         moment.safe.set()
-
-    def _join(self) -> None:
-        """Connect to the partners, in one order on all ranks."""
-        if self._groups:
-            return
-        for owner, partner in enumerate(self._partners):
-            if self._rank in (owner, partner):
-                members = (owner, partner)
-                self._groups[owner] = Exchange(self._channel, f"group/{owner}", members, DAY_S)
 
 
 def _wait_all(begun: list[tuple[Exchange, list[tuple[object, object]]]]) -> None:
@@ -250,7 +242,12 @@ class StepHistory:
             return None
         if self._side.is_replayed:
             return self._turn_off("a CUDA graph takes the steps, and calls no hooks")
-        self._drop_oldest()
+        while True:  # the newest is safe, and the older one's memory is reused
+            self._block_while_frozen()
+            with self._lock:
+                if not self._frozen:
+                    self._states = self._states[-1:]
+                    break
         try:
             with self._registry.unchanged():
                 moment = self._capture_state(cursor)
@@ -260,17 +257,21 @@ class StepHistory:
             return self._turn_off(repr(error))
         if moment is None:
             return None
-        self._record_gradients(moment)
+        gradients, before = Gradients(self._registry), self._states[-1] if self._states else None
+        if before is not None and before.gradients is not None and not before.is_carried:
+            before.gradients = None  # the script drops them, noticed one window later
+            self._drops_gradients = True
+        moment.gradients = None if self._drops_gradients or gradients.are_none else gradients
         with self._lock:
             self._states = [*self._states[-1:], moment]
             self.progress += 1
         if self._small is not None:
             self._small.send(moment)
         if moment.overlapped is not None:
-            copy = threading.Thread(
-                target=_run, args=(moment.overlapped,), name="trainckpt-moment", daemon=True
-            )
-            copy.start()
+            copies = (moment.overlapped.run(), 0)
+            threading.Thread(
+                target=deque, args=copies, name="trainckpt-moment", daemon=True
+            ).start()
         return None
 
     def on_own_stream(self) -> AbstractContextManager[None]:
@@ -342,17 +343,6 @@ class StepHistory:
             self._shares = alike, list(shares.values())
         return self._shares[1]
 
-    def _delete_keys(self) -> None:
-        """Delete the keys of the comparison before: all ranks have read them.
-
-        All have sent their part of the current one. The store holds a key until it is deleted.
-        """
-        before = f"moments/{self._compared}"
-        keys = [f"{before}/{self._rank}"]
-        if self._rank == 0:
-            keys += self._channel.fold_keys(before)
-        self._channel.forget(keys if self._compared else [])
-
     def _find_replicated(self, captured: Captured, stepped: set[str]) -> ReplicatedState:
         """Compare on all ranks, whenever the tensors differ from before, and once in a while."""
         groups = {f"{model.name} parameters" for model in self._registry.models}
@@ -367,7 +357,10 @@ class StepHistory:
             )
             key = f"moments/{self._number}"
             equal = self._channel.fold(key, mine, equal_groups, RANKS_TIMEOUT_S)
-            self._delete_keys()
+            if self._compared:  # all have sent their part of this comparison, so read the last one
+                before = f"moments/{self._compared}"
+                others = self._channel.fold_keys(before) if self._rank == 0 else []
+                self._channel.forget([f"{before}/{self._rank}", *others])
             self._compared = self._number
             layouts = replicas.split_layouts(captured, set(equal), self._world)
             regions = tuple(r for r in staging.held(captured, layouts) if r.tensor in layouts)
@@ -375,15 +368,6 @@ class StepHistory:
             self.replicated = ReplicatedState(facts, layouts, regions, entries)
         assert self.replicated is not None
         return self.replicated
-
-    def _record_gradients(self, moment: StepState) -> None:
-        """Record gradients; a script that drops them is noticed one window later."""
-        gradients = Gradients(self._registry)
-        before = self._states[-1] if self._states else None
-        if before is not None and before.gradients is not None and not before.is_carried:
-            before.gradients = None
-            self._drops_gradients = True
-        moment.gradients = None if self._drops_gradients or gradients.are_none else gradients
 
     def _before_step(self, *_: object) -> None:
         """Run on the training thread, before any optimizer of this process steps."""
@@ -396,15 +380,6 @@ class StepHistory:
                 moment.live = moment.live and self._frozen
             self.progress += 1
         self._block_while_frozen()
-
-    def _drop_oldest(self) -> None:
-        """Release the older state: the newest is safe, and the older one's memory is reused."""
-        while True:
-            self._block_while_frozen()
-            with self._lock:
-                if not self._frozen:
-                    self._states = self._states[-1:]
-                    return
 
     def _wait_until_safe(self) -> bool:
         """Return when all ranks hold the newest state, so that the one before may go."""
@@ -429,8 +404,3 @@ class StepHistory:
         self._states = []
         if self._rank == 0:
             logger.warning("if a rank dies, the others will not save: %s", reason)
-
-
-def _run(overlapped: Any) -> None:
-    for _ in overlapped.run():
-        pass

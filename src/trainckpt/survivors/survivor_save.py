@@ -127,74 +127,53 @@ class SurvivorSave:
         if self.moments.why_off:
             return None
         logger.warning("%s: the surviving ranks save their newest step", reason)
-        if self._waits:
-            self._wait_for_step()
+        until_s = time.monotonic() + STEP_ENDS_S
+        while self._waits and time.monotonic() < until_s and not self.moments.is_live:
+            time.sleep(POLL_S / 10)
         self.moments.freeze()
         self._check_newest()
-        holdings = {has.place: (moment, has) for moment, has in self._own_holdings()}
-        report = {
-            "sequence": self._sequence(),
-            "has": [has.to_json() for _, has in holdings.values()],
-        }
-        self._publish(f"{self._rank}.json", report)
-        decision, sequence, present = self._decide()
-        if decision is None:
+        moments: dict[Any, StepState] = {}
+        holdings, alike = [], self.moments.replicated
+        for moment in self.moments.states():
+            assert alike is not None
+            if moment.entries is alike.entries:  # else the first step has made tensors
+                place = tuple(moment.cursor.place())
+                files = [
+                    o for o in (self._rank, *sorted(moment.kept)) if moment.has(alike.share(o))
+                ]
+                has = SurvivorHoldings(place, tuple(files), moment.is_whole, moment.is_carried)
+                moments[place] = moment
+                holdings.append(has.to_json())
+        self._publish(f"{self._rank}.json", {"sequence": self._sequence(), "has": holdings})
+        proposal = self._decide()
+        if proposal is None:
             logger.error("no step is complete on the surviving ranks: nothing is saved")
             return None
-        cursor = holdings[decision.place][0].cursor if decision.place in holdings else None
-        name = SnapshotName(self._facts.attempt, sequence, decision.place[1], decision.place[2])
+        decision = SurvivorDecision.from_json(proposal["decision"])
+        own, first = moments.get(decision.place), min(decision.writers)
+        name = SnapshotName(self._facts.attempt, proposal["sequence"], *decision.place[1:3])
         if self._rank in decision.writers:
-            assert cursor is not None
-            self._write(name, decision, holdings[decision.place][0])
-        if self._rank == min(decision.writers):
-            assert cursor is not None
-            self._commit(name, decision, cursor, present)
-        if not self._await(
-            lambda: self._tier.size(f"{name.folder}/{names.MANIFEST}") or None, WRITTEN_WITHIN_S
-        ):
-            raise SaveFailed(f"rank {min(decision.writers)} did not commit {name}")
-        if cursor is None:
+            assert own is not None
+            self._write(name, decision, own)
+            if self._rank == first:
+                self._commit(name, decision, own.cursor, proposal["present"])
+        manifest = f"{name.folder}/{names.MANIFEST}"
+        if not self._await(lambda: self._tier.size(manifest), WRITTEN_WITHIN_S):
+            raise SaveFailed(f"rank {first} did not commit {name}")
+        if own is None:
             return None
-        return SurvivorSnapshot(str(name), cursor, not (decision.lost or decision.carried))
+        return SurvivorSnapshot(str(name), own.cursor, not (decision.lost or decision.carried))
 
     def _check_newest(self) -> None:
-        """Raise if a newer attempt has begun: no resume would take the save,
-        and names may collide.
-        """
+        # After a newer attempt has begun no resume would take the save, and names may collide.
         newer = newest(self._tier)
         if newer > self._facts.attempt:
             raise SaveFailed(f"attempt {newer} of this run has already begun")
 
-    def _wait_for_step(self) -> None:
-        until_s = time.monotonic() + STEP_ENDS_S
-        while time.monotonic() < until_s and not self.moments.is_live:
-            time.sleep(POLL_S / 10)
-
-    def _own_holdings(self) -> list[tuple[StepState, SurvivorHoldings]]:
-        """Return this rank's step states, and what it holds of each."""
-        holdings, alike = [], self.moments.replicated
-        for moment in self.moments.states():
-            assert alike is not None
-            if moment.entries is not alike.entries:
-                continue  # other tensors than now: the first step has made some
-            files = [o for o in (self._rank, *sorted(moment.kept)) if moment.has(alike.share(o))]
-            has = SurvivorHoldings(
-                tuple(moment.cursor.place()), tuple(files), moment.is_whole, moment.is_carried
-            )
-            holdings.append((moment, has))
-        return holdings
-
-    def _decide(self) -> tuple[SurvivorDecision | None, int, list[int]]:
-        """Return the decision, the save's sequence number, and the ranks that have reported."""
+    def _decide(self) -> Any:
+        """Return the first proposal: decision, sequence number, ranks that have reported."""
         begun_s = time.monotonic()
-        while True:
-            text = self._read(DECISION)
-            if text is not None:
-                return (
-                    SurvivorDecision.from_json(text["decision"]),
-                    text["sequence"],
-                    text["present"],
-                )
+        while (proposal := self._read(DECISION)) is None:
             waited_s = time.monotonic() - begun_s
             statuses = self._reports()
             reports = {
@@ -205,17 +184,17 @@ class SurvivorSave:
             settled = is_all or len(reports) >= self._world - 1 or waited_s > SETTLE_S
             decision = decide(reports, self._world, is_all=is_all) if settled else None
             if decision is not None:
-                sequence = 1 + max(int(t["sequence"]) for t in statuses.values())
                 proposal = {
                     "decision": decision.to_json(),
-                    "sequence": sequence,
+                    "sequence": 1 + max(int(t["sequence"]) for t in statuses.values()),
                     "present": sorted(statuses),
                 }
                 self._tier.create(f"{self._folder}/{DECISION}", json_io.canonical(proposal))
             elif is_all and waited_s > PATIENCE_S:
-                return None, 0, []
+                return None
             else:
                 time.sleep(POLL_S)
+        return proposal
 
     def _write(self, name: SnapshotName, decision: SurvivorDecision, moment: StepState) -> None:
         alike, wrote = self.moments.replicated, {}
@@ -229,17 +208,15 @@ class SurvivorSave:
                 _ = moment.small.head
                 small = moment.small.memory
             shard, entries = moment.file_of(owner, self._world, alike.share(owner), small)
-            file = write_shard(self._tier, name, owner, shard, copied=(), seal=seal)
-            wrote[str(owner)] = {
-                "receipt": self._to_json(name, file),
-                "table": table_to_json(entries),
-            }
+            found: Any = write_shard(self._tier, name, owner, shard, seal=seal).to_json()
+            if self._encryption is not None:  # it has a digest of the content
+                found = self._encryption.encrypt_message(name, found)
+            wrote[str(owner)] = {"receipt": found, "table": table_to_json(entries)}
         self._publish(f"wrote-{self._rank}.json", wrote)
 
     def _commit(
         self, name: SnapshotName, decision: SurvivorDecision, cursor: Cursor, present: list[int]
     ) -> None:
-        """Commit on the first writer, when all have written."""
         files: dict[int, FileEntry] = {}
         tables: dict[int, dict[str, TensorEntry]] = {}
         for writer in sorted(set(decision.writers)):
@@ -247,7 +224,10 @@ class SurvivorSave:
             if not wrote:
                 raise SaveFailed(f"rank {writer} did not write its files")
             for owner, each in wrote.items():
-                files[int(owner)] = self._from_json(name, each["receipt"])
+                found = each["receipt"]
+                if self._encryption is not None:
+                    found = self._encryption.decrypt_message(name, found)
+                files[int(owner)] = FileEntry.from_json(found)
                 tables[int(owner)] = table_from_json(each["table"], self._world)
         ranks = range(self._world)
         gone = [rank for rank in ranks if rank not in present]
@@ -269,24 +249,11 @@ class SurvivorSave:
             carried=decision.carried,
         )
         self._check_newest()
-        commit(
-            self._tier,
-            manifest if self._encryption is None else self._encryption.encrypt_manifest(manifest),
-        )
+        if self._encryption is not None:
+            manifest = self._encryption.encrypt_manifest(manifest)
+        commit(self._tier, manifest)
         how = "" if not (decision.lost or decision.carried) else ", same data, not bitwise"
         logger.warning("saved %s (%s)%s", name, manifest.reason, how)
-
-    # The files that ranks exchange.
-
-    def _to_json(self, name: SnapshotName, file: FileEntry) -> Any:
-        """Encrypt the entry if the snapshot is encrypted: it contains a digest of the content."""
-        told = file.to_json()
-        return self._encryption.encrypt_message(name, told) if self._encryption else told
-
-    def _from_json(self, name: SnapshotName, value: Any) -> FileEntry:
-        return FileEntry.from_json(
-            self._encryption.decrypt_message(name, value) if self._encryption else value
-        )
 
     def _reports(self) -> dict[int, dict[str, Any]]:
         reports = {}
@@ -302,7 +269,6 @@ class SurvivorSave:
         self._tier.replace(f"{self._folder}/{file}", json_io.canonical(value))
 
     def _read(self, file: str) -> Any:
-        """Return the file's content; None if it does not exist yet."""
         key = f"{self._folder}/{file}"
         if self._tier.size(key) is None:
             return None
