@@ -70,8 +70,8 @@ def test_a_key_that_was_used_cannot_be_had_again_nor_found_in_what_is_left():
 
 
 def test_a_letter_is_read_by_whom_it_is_addressed_to():
-    letter, another = keys.KeyExchange(), keys.KeyExchange()
-    sealed = keys.wrap(KEY, letter.address, keys.A_RANK).key
-    assert letter.read(sealed) == KEY
+    letter, another = keys.generate(), keys.generate()
+    sealed = keys.wrap(KEY, letter.recipient, keys.A_RANK)
+    assert keys.unwrap(sealed, letter, keys.A_RANK) == KEY
     with pytest.raises(UnusableSnapshot):
-        another.read(sealed)
+        keys.unwrap(sealed, another, keys.A_RANK)

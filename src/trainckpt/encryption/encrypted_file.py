@@ -22,7 +22,7 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple
 
-from trainckpt.encryption.keys import SALT_BYTES, derive, must_be_there, new_key
+from trainckpt.encryption.keys import SALT_BYTES, cipher, derive, must_be_there, new_key
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import json_io
 from trainckpt.format import manifest as manifests
@@ -46,6 +46,7 @@ VERSION = 1
 _FOOTER = struct.Struct(f"<{len(MAGIC)}sIIQQ{SALT_BYTES}s")
 FOOTER_BYTES = _FOOTER.size
 PROBE_CHUNKS = 32
+_FILE_KEY = b"trainckpt/file"
 _BOUND = struct.Struct("<32sQBQQ")
 
 
@@ -139,12 +140,10 @@ class Encryptor:
 
     def __init__(self, key: bytes, place: ChunkPosition, layout: EncryptedLayout) -> None:
         """Create the cipher of a file. `key`: the snapshot's."""
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
         self.layout = layout
         self._salt = os.urandom(SALT_BYTES)
         self._place = place.digest
-        self._cipher = AESGCM(_file_key(key, self._place, self._salt))
+        self._cipher = cipher(key, _FILE_KEY + self._place, self._salt)
         self._tags: list[bytes | None] = [None] * layout.num_chunks
 
     def seal(self, number: int, plain: memoryview, into: memoryview) -> None:
@@ -183,7 +182,7 @@ class Decryptor:
         self.layout, salt = read_footer(footer, stored_bytes, place.file)
         self._what = f"{place.snapshot}/{place.file}"
         self._place = place.digest
-        self._key = _file_key(key, self._place, salt)
+        self._key = derive(key, _FILE_KEY + self._place, salt)
         self._tags = b""
 
     def learn(self, tags: bytes) -> None:
@@ -202,11 +201,11 @@ class Decryptor:
 
         tag = self._tags[number * TAG_BYTES : (number + 1) * TAG_BYTES]
         mode = modes.GCM(_nonce(number), tag)
-        cipher = Cipher(algorithms.AES(self._key), mode).decryptor()
-        cipher.authenticate_additional_data(_bound(self._place, self.layout, number))
+        opening = Cipher(algorithms.AES(self._key), mode).decryptor()
+        opening.authenticate_additional_data(_bound(self._place, self.layout, number))
         try:
-            cipher.update_into(data, data)
-            cipher.finalize()
+            opening.update_into(data, data)
+            opening.finalize()
         except InvalidTag:
             chunk = self.layout.chunk(number)
             raise UnusableSnapshot(
@@ -241,10 +240,6 @@ def read_footer(footer: bytes, stored_bytes: int, what: str) -> tuple[EncryptedL
     return layout, salt
 
 
-def _file_key(key: bytes, place: bytes, salt: bytes) -> bytes:
-    return derive(key, b"trainckpt/file" + place, salt)
-
-
 def _nonce(number: int) -> bytes:
     return number.to_bytes(12, "big")
 
@@ -271,9 +266,6 @@ def seal(manifest: Manifest, key: bytes, keys: Mapping[str, tuple[Wrapped, ...]]
         key: The snapshot's.
         keys: Wrapped keys: its own, and those of the snapshots it refers to.
     """
-    must_be_there()
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
     plain = {
         "files": columns([file.content for file in manifest.files]),
         "reached": columns([file.content for file in _in_order(manifest)]),
@@ -282,8 +274,8 @@ def seal(manifest: Manifest, key: bytes, keys: Mapping[str, tuple[Wrapped, ...]]
     manifest = replace(manifest, tensors=dict(sorted(manifest.tensors.items())))
     unsealed = replace(manifest, encryption=Encryption(keys, b""))
     nonce = os.urandom(NONCE_BYTES)
-    cipher = AESGCM(derive(key, b"trainckpt/manifest"))
-    sealed = cipher.encrypt(nonce, json_io.canonical(plain), manifests.bound(unsealed))
+    sealing = cipher(key, b"trainckpt/manifest")
+    sealed = sealing.encrypt(nonce, json_io.canonical(plain), manifests.bound(unsealed))
     return replace(manifest, encryption=Encryption(keys, nonce + sealed))
 
 
@@ -295,14 +287,13 @@ def open_sealed(manifest: Manifest, key: bytes) -> Manifest:
     """
     must_be_there()
     from cryptography.exceptions import InvalidTag
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     assert manifest.encryption is not None
     what = f"the manifest of {manifest.name}"
     data = manifest.encryption.sealed
     try:
-        cipher = AESGCM(derive(key, b"trainckpt/manifest"))
-        text = cipher.decrypt(data[:NONCE_BYTES], data[NONCE_BYTES:], manifests.bound(manifest))
+        opening = cipher(key, b"trainckpt/manifest")
+        text = opening.decrypt(data[:NONCE_BYTES], data[NONCE_BYTES:], manifests.bound(manifest))
     except (InvalidTag, ValueError):
         raise UnusableSnapshot(
             f"{what} was changed by somebody who has not its key, or belongs to another snapshot"

@@ -27,6 +27,8 @@ from trainckpt.format.manifest import Wrapped
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
 
 RECIPIENT, IDENTITY = "trainckpt-recipient-", "trainckpt-identity-"
 KEY_BYTES, CHECK_BYTES = 32, 4
@@ -58,7 +60,7 @@ class Identity:
 
 def generate() -> Identity:
     """Return a new identity."""
-    return Identity.of(os.urandom(KEY_BYTES))
+    return Identity.of(new_key())
 
 
 def public_bytes(recipient: str) -> bytes:
@@ -181,6 +183,14 @@ def derive(secret: bytes, info: bytes, salt: bytes | None = None) -> bytes:
     return HKDF(SHA256(), 32, salt, info).derive(secret)
 
 
+def cipher(secret: bytes, info: bytes, salt: bytes | None = None) -> AESGCM:
+    """Return AES-256-GCM with a derived key."""
+    key = derive(secret, info, salt)
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    return AESGCM(key)
+
+
 # ---- snapshot keys: derived one by one, wrapped for each recipient
 #
 #     ratchet      the ranks of an attempt share one secret, sent once. Each save derives its key
@@ -230,13 +240,12 @@ def wrap(key: bytes, recipient: str, context: str) -> Wrapped:
     """Return the key encrypted to this recipient, bound to a context."""
     must_be_there()
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     theirs, ours = public_bytes(recipient), X25519PrivateKey.generate()
     public = ours.public_key().public_bytes_raw()
     shared = ours.exchange(X25519PublicKey.from_public_bytes(theirs))
-    cipher = AESGCM(derive(shared, b"trainckpt/wrap", public + theirs))
-    return Wrapped(recipient, public + cipher.encrypt(NO_NONCE, key, context.encode()))
+    sealing = cipher(shared, b"trainckpt/wrap", public + theirs)
+    return Wrapped(recipient, public + sealing.encrypt(NO_NONCE, key, context.encode()))
 
 
 def unwrap(wrapped: Wrapped, identity: Identity, context: str) -> bytes:
@@ -247,15 +256,14 @@ def unwrap(wrapped: Wrapped, identity: Identity, context: str) -> bytes:
     """
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     public, sealed = wrapped.key[:KEY_BYTES], wrapped.key[KEY_BYTES:]
     try:
         ours = X25519PrivateKey.from_private_bytes(identity.secret)
         shared = ours.exchange(X25519PublicKey.from_public_bytes(public))
         theirs = public_bytes(identity.recipient)
-        cipher = AESGCM(derive(shared, b"trainckpt/wrap", public + theirs))
-        key = cipher.decrypt(NO_NONCE, sealed, context.encode())
+        opening = cipher(shared, b"trainckpt/wrap", public + theirs)
+        key = opening.decrypt(NO_NONCE, sealed, context.encode())
     except (InvalidTag, ValueError):
         raise UnusableSnapshot(f"the key of {context} was changed, or is another's") from None
     if len(key) != KEY_BYTES:
@@ -304,11 +312,8 @@ def unwrap_any(
 
 def hide(key: bytes, data: bytes) -> bytes:
     """Encrypt data with a key derived from a snapshot's."""
-    must_be_there()
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
     salt = os.urandom(SALT_BYTES)
-    return salt + AESGCM(derive(key, b"trainckpt/note", salt)).encrypt(NO_NONCE, data, None)
+    return salt + cipher(key, b"trainckpt/note", salt).encrypt(NO_NONCE, data, None)
 
 
 def show(key: bytes, hidden: bytes, what: str) -> bytes:
@@ -318,26 +323,9 @@ def show(key: bytes, hidden: bytes, what: str) -> bytes:
         UnusableSnapshot: It was changed; the message names `what`.
     """
     from cryptography.exceptions import InvalidTag
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     salt, sealed = hidden[:SALT_BYTES], hidden[SALT_BYTES:]
     try:
-        return AESGCM(derive(key, b"trainckpt/note", salt)).decrypt(NO_NONCE, sealed, None)
+        return cipher(key, b"trainckpt/note", salt).decrypt(NO_NONCE, sealed, None)
     except (InvalidTag, ValueError):
         raise UnusableSnapshot(f"{what} was changed") from None
-
-
-class KeyExchange:
-    """The receiver of one secret from another process, over a channel others may read."""
-
-    def __init__(self) -> None:
-        self._identity = Identity.of(new_key())
-
-    @property
-    def address(self) -> str:
-        """Return the recipient for the sender to wrap the secret for."""
-        return self._identity.recipient
-
-    def read(self, sealed: bytes) -> bytes:
-        """Return the secret."""
-        return unwrap(Wrapped(self.address, sealed), self._identity, A_RANK)

@@ -19,7 +19,7 @@ from trainckpt.encryption import encrypted_file, keys
 from trainckpt.encryption.keys import must_be_there, parse_recipients
 from trainckpt.errors import ConfigurationError
 from trainckpt.format import json_io
-from trainckpt.format.manifest import from_text, to_text
+from trainckpt.format.manifest import Wrapped, from_text, to_text
 from trainckpt.format.names import reached_file
 from trainckpt.run_directory.validate import RANKS_TIMEOUT_S
 from trainckpt.snapshot.encrypted_writer import SnapshotKey
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from trainckpt.attempt.options import Options
-    from trainckpt.format.manifest import Manifest, Wrapped
+    from trainckpt.format.manifest import Manifest
     from trainckpt.format.names import SnapshotName
     from trainckpt.ranks.store import RankStore
 
@@ -129,13 +129,14 @@ def _shared_secret(channel: RankStore) -> bytes:
     secret = keys.new_key()
     if channel.world.size == 1:
         return secret
-    exchange = keys.KeyExchange()
-    addresses = channel.gather("sealing/addresses", exchange.address, RANKS_TIMEOUT_S)
+    own = keys.generate()
+    addresses = channel.gather("sealing/addresses", own.recipient, RANKS_TIMEOUT_S)
     letters = None
     if channel.world.rank == 0:
         letters = [to_text(keys.wrap(secret, to, keys.A_RANK).key) for to in addresses]
     received = channel.gather("sealing/letters", letters, RANKS_TIMEOUT_S)[0]
-    return exchange.read(from_text(received[channel.world.rank], "rank 0's secret"))
+    letter = from_text(received[channel.world.rank], "rank 0's secret")
+    return keys.unwrap(Wrapped(own.recipient, letter), own, keys.A_RANK)
 
 
 def check_stays_encrypted(manifest: Manifest, options: Options) -> None:

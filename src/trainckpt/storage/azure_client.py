@@ -63,7 +63,6 @@ class AzureClient(ObjectClient):
 
     @classmethod
     def open(cls, url: str) -> tuple[Any, str]:
-        """Return the file system for a URL, and the path in it."""
         from adlfs import AzureBlobFileSystem
 
         if not (requests := logging.getLogger(_LOGS_REQUESTS)).level:
@@ -95,7 +94,6 @@ class AzureClient(ObjectClient):
             self.commit(path, [block], create_only=create_only, metadata={MARK: mark})
 
     def stat(self, path: str) -> Stat | None:
-        """Return the state of an object; None if it is missing."""
         dates: list[str] = []
         found = self._properties(path, lambda raw: dates.append(raw.http_response.headers["Date"]))
         if found is None:
@@ -104,11 +102,9 @@ class AzureClient(ObjectClient):
         return Stat(int(found.size), written_s, dates[0] if dates else None, mark)
 
     def get(self, path: str, first_byte: int, num_bytes: int) -> bytes:
-        """Return `num_bytes` from `first_byte` on, or fewer at the object's end."""
         return self._download(path, first_byte, num_bytes)[0]
 
     def whole(self, path: str, max_bytes: int) -> bytes:
-        """Return a small object, in one request."""
         try:
             data, size = self._download(path, 0, max_bytes + 1)
         except Exception as error:
@@ -119,7 +115,6 @@ class AzureClient(ObjectClient):
         return data
 
     def entries(self, folder: str) -> list[Entry]:
-        """Return the names in a folder, including subfolders, in any order."""
         container, _, key = folder.partition("/")
         prefix = f"{key}/" if key else ""
 
@@ -132,16 +127,14 @@ class AzureClient(ObjectClient):
         return entries
 
     def remove(self, path: str) -> None:
-        """Remove an object; a missing one is no error."""
         unless_absent(lambda: self._of_blob(path, "delete_blob", CALL_S))
 
     def remove_marker(self, path: str) -> None:
-        """Remove an empty folder, in accounts with folders (a hierarchical namespace)."""
+        # In accounts with folders (a hierarchical namespace).
         self.remove(path)
 
     def begin(self, path: str, part_bytes: int) -> Upload:
-        """Begin an object sent in parts, without a request: blocks have names of their own."""
-        del part_bytes
+        del part_bytes  # no request: blocks have names of their own
         return _BlockUpload(self, path)
 
     def abort_uploads(self, path: str, *, older_than_s: float = 0.0) -> int:
@@ -212,7 +205,6 @@ class AzureClient(ObjectClient):
         return str(done["etag"])
 
     def must_have_bucket(self, path: str) -> None:
-        """Raise the store's error if the container is missing."""
 
         async def read() -> None:
             async with self._container(path.partition("/")[0]) as client:

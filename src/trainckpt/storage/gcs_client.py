@@ -71,7 +71,7 @@ class GcsClient(ObjectClient):
         return made, made._strip_protocol(url)
 
     def put(self, path: str, data: bytes, *, create_only: bool = False) -> None:
-        """Write one object in one request, never repeated by aiohttp: it is no PUT."""
+        # Without a mark: aiohttp never repeats a POST.
         more = {"ifGenerationMatch": "0"} if create_only else {}
         answer = self.ask(
             "POST",
@@ -84,7 +84,6 @@ class GcsClient(ObjectClient):
             raise _no_object(answer, f"it has {has} bytes of {path}, {len(data)} were sent")
 
     def stat(self, path: str) -> Stat | None:
-        """Return the state of an object; None if it is missing."""
         about = {"fields": "size,updated"}
         found = unless_absent(lambda: self.ask("GET", self._object(path), params=about))
         if found is None:
@@ -93,11 +92,9 @@ class GcsClient(ObjectClient):
         return Stat(_size(found), written_s, found.headers.get("Date"))
 
     def get(self, path: str, first_byte: int, num_bytes: int) -> bytes:
-        """Return `num_bytes` from `first_byte` on, or fewer at the object's end."""
         return self._get(path, first_byte, num_bytes).body
 
     def whole(self, path: str, max_bytes: int) -> bytes:
-        """Return a small object, in one request."""
         try:
             answer = self._get(path, 0, max_bytes + 1)
         except StoreError as error:
@@ -110,7 +107,6 @@ class GcsClient(ObjectClient):
         return answer.body
 
     def entries(self, folder: str) -> list[Entry]:
-        """Return the names in a folder, including subfolders, in any order."""
         prefix = f"{_key(folder)}/" if _key(folder) else ""
         found: list[Entry] = []
         for page in self._pages(folder, prefix):
@@ -122,11 +118,9 @@ class GcsClient(ObjectClient):
         return found
 
     def remove(self, path: str) -> None:
-        """Remove an object; a missing one is no error."""
         unless_absent(lambda: self.ask("DELETE", self._object(path)))
 
     def begin(self, path: str, part_bytes: int) -> Upload:
-        """Begin an object sent in parts."""
         del part_bytes
         answer = self.ask(
             "POST",
@@ -140,7 +134,6 @@ class GcsClient(ObjectClient):
         return _ResumableUpload(self, session)
 
     def must_have_bucket(self, path: str) -> None:
-        """Raise the store's error if the bucket is missing."""
         next(self._pages(path, _key(path), at_once=1))
 
     def ask(

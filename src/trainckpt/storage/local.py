@@ -177,6 +177,14 @@ CREATING = ("write", "create")  # verbs of `translated` with a missing folder, n
 MOST_FOLDERS = 50  # remembered as synced; a forgotten one is synced once more
 
 
+def key_parts(key: str) -> list[str]:
+    """Return the names in a key; refuse one that leaves the run directory."""
+    parts = key.split("/") if key else []
+    if any(part in ("", ".", "..") or "\0" in part for part in parts):
+        raise UnusableSnapshot(f"the key {key[:100]!r} leaves the run directory")
+    return parts
+
+
 class LocalTier:
     """Named bytes in one directory. See `base.Tier` for the contract.
 
@@ -204,40 +212,29 @@ class LocalTier:
         replacing: bool = False,
     ) -> None:
         """Create `key` with the bytes of `blocks`; durable on return."""
-        path = self._path(key)
-        with translated("write", path):
-            self._make_folders(path.parent)
+        with self._writing(key) as path:
             if replacing:
                 with self._temporary(path, UNFINISHED) as temporary:
                     self._write_file(temporary, blocks, num_bytes, held)
                     self.disk.rename(temporary, path)
             else:
                 self._write_file(path, blocks, num_bytes, held)
-            self.disk.sync_folder(path.parent)
 
     def write_parts(
         self, key: str, num_bytes: int, parts: Iterable[tuple[int, memoryview]]
     ) -> None:
         """Create `key` with parts at their positions, several at once; durable on return."""
-        path = self._path(key)
-        with translated("write", path):
-            self._make_folders(path.parent)
-            with new_file(self.disk, path, self._direct) as file:
-                file.reserve(num_bytes)
-                for first_byte, part in parts:
-                    file.put(first_byte, part)
-                file.must_hold(num_bytes)
-            self.disk.sync_folder(path.parent)
+        with self._writing(key) as path, new_file(self.disk, path, self._direct) as file:
+            file.reserve(num_bytes)
+            for first_byte, part in parts:
+                file.put(first_byte, part)
+            file.must_hold(num_bytes)
 
     def replace(self, key: str, data: bytes) -> None:
         """Atomically make `data` the bytes of `key`."""
-        path = self._path(key)
-        with translated("write", path):
-            self._make_folders(path.parent)
-            with self._temporary(path) as temporary:
-                self._write_file(temporary, [memoryview(data)])
-                self.disk.rename(temporary, path)
-            self.disk.sync_folder(path.parent)
+        with self._writing(key) as path, self._temporary(path) as temporary:
+            self._write_file(temporary, [memoryview(data)])
+            self.disk.rename(temporary, path)
 
     def create(self, key: str, data: bytes) -> bool:
         """Create `key` with `data`; return False, and change nothing, if it exists."""
@@ -340,10 +337,7 @@ class LocalTier:
                     self.disk.remove(entry)
 
     def _path(self, key: str) -> Path:
-        parts = key.split("/") if key else []
-        if any(part in ("", ".", "..") or "\0" in part for part in parts):
-            raise UnusableSnapshot(f"the key {key[:100]!r} leaves the run directory")
-        return self.root.joinpath(*parts)
+        return self.root.joinpath(*key_parts(key))
 
     def _make_folders(self, path: Path) -> tuple[Path, ...]:
         missing: list[Path] = []
@@ -372,6 +366,15 @@ class LocalTier:
         if len(self._durable) >= MOST_FOLDERS:
             self._durable.clear()
         self._durable.add(folder)
+
+    @contextlib.contextmanager
+    def _writing(self, key: str) -> Iterator[Path]:
+        """Make the folder of a key before the block, and its new name durable after it."""
+        path = self._path(key)
+        with translated("write", path):
+            self._make_folders(path.parent)
+            yield path
+            self.disk.sync_folder(path.parent)
 
     def _write_file(
         self, path: Path, blocks: Iterable[memoryview], num_bytes: int | None = None, held: int = 1

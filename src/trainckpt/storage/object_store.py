@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 from trainckpt.errors import ConfigurationError, TierUnavailable, UnusableSnapshot
 from trainckpt.storage import multipart_upload
 from trainckpt.storage.client_libraries import give_own_randomness
+from trainckpt.storage.local import TEMPORARY, key_parts
 from trainckpt.storage.redact import redacted
 from trainckpt.storage.retry import Limits, RetryPolicy, draw_own
 from trainckpt.storage.store_errors import BEYOND, TAKEN, meaning
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
     Result = TypeVar("Result")
 
-TEMPORARY = ".tmp-"
 PROBE = "probe"
 READ_BYTES = 16 << 20  # per request
 NUM_READERS = 8
@@ -55,8 +55,7 @@ def open_object_store(url: str, limits: Limits | None = None) -> ObjectStoreTier
     """
     name, client, root = _open_client(url, redacted(url))
     give_own_randomness()
-    calls = RetryPolicy(redacted(url), limits)
-    calls.login = client.login
+    calls = RetryPolicy(redacted(url), limits, login=client.login)
     return ObjectStoreTier(name, redacted(url).rstrip("/"), client, root, calls)
 
 
@@ -419,10 +418,7 @@ class ObjectStoreTier:
             self.remove(key)
 
     def _path(self, key: str) -> str:
-        parts = key.split("/") if key else []
-        if any(part in ("", ".", "..") or "\0" in part for part in parts):
-            raise UnusableSnapshot(f"the key {key[:100]!r} leaves the run directory")
-        return "/".join([self._root, *parts])
+        return "/".join([self._root, *key_parts(key)])
 
     def _ask(self, what: str, call: Callable[[int], Result]) -> Result:
         return self._calls.make(what, call)

@@ -49,20 +49,17 @@ class DoubleBuffer:
         """
         for number in range(2):
             if number not in self._open:
+                path = arena_path(self._place, self._name, number)
                 with contextlib.suppress(ArenaInUse):
-                    self._open[number] = self._opened(number)
+                    opened = self._place.open_arena(path)
+                    if self._anew and not opened.holds():
+                        opened.remove()
+                        opened = self._place.open_arena(path)
+                    self._open[number] = opened
             arena = self._open.get(number)
             if arena is not None and newest not in arena.holds():
                 return arena
         raise ArenaInUse(f"{self._name} is in use by another process")
-
-    def _opened(self, number: int) -> Arena:
-        path = arena_path(self._place, self._name, number)
-        arena = self._place.open_arena(path)
-        if not self._anew or arena.holds():
-            return arena
-        arena.remove()
-        return self._place.open_arena(path)
 
     def capacity_bytes(self, newest: str | None) -> tuple[int, int]:
         """Return the bytes of the arena `free` would return, and of both, as far as opened."""

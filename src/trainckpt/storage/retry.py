@@ -38,10 +38,6 @@ from trainckpt.storage.store_errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
     Result = TypeVar("Result")
 
 _HINTS = {
@@ -80,7 +76,6 @@ class RetryPolicy:
 
     Attributes:
         breaker: Circuit breaker of the store.
-        login: Hint for an error about credentials; "": the general hint.
     """
 
     def __init__(
@@ -88,13 +83,15 @@ class RetryPolicy:
         url: str,
         limits: Limits | None = None,
         *,
+        login: str = "",
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
         draw: Callable[[], float] = draw_own,
     ) -> None:
+        """`login`: hint for an error about credentials; "": the general hint."""
         self.breaker = CircuitBreaker(clock)
         self.limits = limits or Limits()
-        self.login = ""
+        self._login = login
         self._url, self._clock, self._sleep, self._draw = url, clock, sleep, draw
         self._slots = threading.BoundedSemaphore(self.limits.at_once)
         self._answered = False
@@ -123,10 +120,15 @@ class RetryPolicy:
                     raise self.translated(what, error) from error
                 pause_s = self._pause_s(tried)
                 self.breaker.failed(in_words(error))
-                late = self._clock() + pause_s - begun_s > self._give_up_s()
-                if late or state == HALF_OPEN:
+                limits = self.limits
+                limit_s = limits.give_up_s if self._answered else limits.give_up_first_s
+                if state == HALF_OPEN or self._clock() + pause_s - begun_s > limit_s:
                     self.breaker.gave_up()
-                    raise self._unavailable(what, error, tried + 1) from error
+                    raise TierUnavailable(
+                        f"{self._url}: cannot {what}, tried {tried + 1} times: {in_words(error)}",
+                        hint="check that this host reaches the store, and that the store is not "
+                        "overloaded",
+                    ) from error
             except BaseException:
                 if state == HALF_OPEN:
                     self.breaker.gave_up()  # an interrupted trial call proves nothing
@@ -144,7 +146,7 @@ class RetryPolicy:
         kind = meaning(error)
         if kind == ABSENT:
             return UnusableSnapshot(f"cannot {what}: it is missing")
-        hint = (self.login if kind == DENIED else "") or _HINTS.get(kind, "")
+        hint = (self._login if kind == DENIED else "") or _HINTS.get(kind, "")
         if is_missing_bucket(error):
             hint = "make the bucket (Azure: the container), or check its name"
         return TierUnavailable(f"{self._url}: cannot {what}: {in_words(error)}", hint=hint)
@@ -156,15 +158,6 @@ class RetryPolicy:
     def _pause_s(self, tried: int) -> float:
         bound = self.limits.first_pause_s * 2.0 ** min(tried, 30)
         return self._draw() * min(bound, self.limits.longest_pause_s)
-
-    def _give_up_s(self) -> float:
-        return self.limits.give_up_s if self._answered else self.limits.give_up_first_s
-
-    def _unavailable(self, what: str, error: BaseException, tries: int) -> TierUnavailable:
-        return TierUnavailable(
-            f"{self._url}: cannot {what}, tried {tries} times: {in_words(error)}",
-            hint="check that this host reaches the store, and that the store is not overloaded",
-        )
 
     def _left_alone(self, what: str) -> TierUnavailable:
         health = self.breaker.health()

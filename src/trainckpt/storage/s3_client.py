@@ -60,7 +60,6 @@ class S3Client(ObjectClient):
 
     @classmethod
     def open(cls, url: str) -> tuple[Any, str]:
-        """Return the file system for a URL, and the path in it."""
         configured = fsspec.config.conf.get(split_protocol(url)[0], {})
         found = url_to_fs(url, **UNCACHED, **options(configured))
         return found[0], found[1]
@@ -70,7 +69,6 @@ class S3Client(ObjectClient):
         self._call("put_object", DATA_S, **_named(path), Body=data, **more)
 
     def stat(self, path: str) -> Stat | None:
-        """Return the state of an object; None if it is missing."""
         found = unless_absent(lambda: self._call("head_object", **_named(path)))
         if found is None:
             return None
@@ -79,7 +77,6 @@ class S3Client(ObjectClient):
         return Stat(found["ContentLength"], found["LastModified"].timestamp(), date, mark)
 
     def whole(self, path: str, max_bytes: int) -> bytes:
-        """Return a small object, in one request."""
 
         async def read() -> bytes:
             answer = await self._fs._call_s3("get_object", **_named(path))
@@ -92,7 +89,6 @@ class S3Client(ObjectClient):
         return found
 
     def entries(self, folder: str) -> list[Entry]:
-        """Return the names in a folder, including subfolders, in any order."""
         bucket, _, key = folder.partition("/")
         prefix = f"{key}/" if key else ""
         found: list[Entry] = []
@@ -106,17 +102,14 @@ class S3Client(ObjectClient):
         return found
 
     def remove(self, path: str) -> None:
-        """Remove an object; a missing one is no error."""
         unless_absent(lambda: self._call("delete_object", **_named(path)))
 
     def begin(self, path: str, part_bytes: int) -> Upload:
-        """Begin an object sent in parts."""
         del part_bytes  # S3 takes parts of any length
         answer = self._call("create_multipart_upload", **_named(path))
         return _PartedUpload(self, path, answer["UploadId"])
 
     def abort_uploads(self, path: str, *, older_than_s: float = 0.0) -> int:
-        """Abort unfinished uploads at or under this path; return their number."""
         bucket, _, prefix = path.partition("/")
         aborted = 0
         for page in self._pages("list_multipart_uploads", Bucket=bucket, Prefix=prefix):
@@ -134,7 +127,6 @@ class S3Client(ObjectClient):
         unless_absent(lambda: self._call("abort_multipart_upload", **about))
 
     def must_have_bucket(self, path: str) -> None:
-        """Raise the store's error if the bucket is missing."""
         bucket, _, prefix = path.partition("/")
         self._call("list_objects_v2", Bucket=bucket, Prefix=prefix, MaxKeys=1)
 

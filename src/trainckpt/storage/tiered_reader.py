@@ -31,7 +31,7 @@ class TieredReader:
 
     def __init__(self, tiers: Sequence[Tier], chosen: Mapping[str, int] | None = None) -> None:
         self.tiers = tuple(tiers)
-        self.name, self.url = tiers[0].name, tiers[0].url
+        self.name, self.url, self.list = tiers[0].name, tiers[0].url, tiers[0].list
         self.sizes: Mapping[str, int] = {}
         self.read_from: dict[str, int] = dict(chosen or {})
 
@@ -42,10 +42,6 @@ class TieredReader:
     def read(self, key: str, *, max_bytes: int) -> bytes:
         """Read from the copy's tier; see `base.Readable`."""
         return self._tier_of(key).read(key, max_bytes=max_bytes)
-
-    def list(self, folder: str) -> list[str]:
-        """Return the names in the run directory's folder."""
-        return self.tiers[0].list(folder)
 
     def read_into(self, key: str, first_byte: int, into: memoryview) -> None:
         """Fill from the copy's tier; see `base.Readable`."""
@@ -73,19 +69,19 @@ class TieredReader:
         """
         if len(self.tiers) == 1:
             return 0
-        wanted = self.sizes.get(key)
-        silent: list[TrainckptError] = []
+        silent: TierUnavailable | None = None
         for number, tier in enumerate(self.tiers):
             try:
                 size = tier.size(key)
-            except TrainckptError as error:
-                silent.append(error)
-                continue
-            if size is not None and size == (size if wanted is None else wanted):
-                return number
-        for refusal in silent:
-            if isinstance(refusal, TierUnavailable):
-                raise refusal
+            except TierUnavailable as error:
+                silent = silent or error
+            except TrainckptError:
+                pass
+            else:
+                if size is not None and size == self.sizes.get(key, size):
+                    return number
+        if silent is not None:
+            raise silent
         return 0
 
 
@@ -107,23 +103,13 @@ class MemoryCachedTier:
         self, tier: Readable, place: SharedMemoryDir | None, *, num_threads: int = 1
     ) -> None:
         self.name, self.url = tier.name, tier.url
+        # A file in memory only does not exist.
+        self.size, self.read, self.list = tier.size, tier.read, tier.list
         self.num_threads = num_threads
         self.used: list[str] = []
         self._tier = tier
         self._place = place
         self._held: dict[str, MappedShard | None] = {}
-
-    def size(self, key: str) -> int | None:
-        """Return the tier's size: a file in memory only does not exist."""
-        return self._tier.size(key)
-
-    def read(self, key: str, *, max_bytes: int) -> bytes:
-        """Read from the tier."""
-        return self._tier.read(key, max_bytes=max_bytes)
-
-    def list(self, folder: str) -> list[str]:
-        """List the tier's folder."""
-        return self._tier.list(folder)
 
     def read_into(self, key: str, first_byte: int, into: memoryview) -> None:
         """Fill `into` from memory if possible, else from the tier."""
