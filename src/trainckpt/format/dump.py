@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import json_io
@@ -23,7 +23,12 @@ DUMPS, IMAGES, RECORD = "dumps", "images", "dump.json"
 KIND = "dump"
 MAX_BYTES = 16_000_000
 MAX_PID, MAX_PORT = 2**22, 2**16 - 1
-_LATER = {"snapshot": "", "dropped": 0, "ports": []}  # records of older versions lack them
+Pid = Annotated[int, lambda pid: 0 < pid <= MAX_PID]
+Port = Annotated[int, lambda port: 0 < port <= MAX_PORT]
+Digest = Annotated[str, is_digest]
+FileName = Annotated[str, check_file_name]
+AbsolutePath = Annotated[str, lambda path: path.startswith("/") and "\0" not in path]
+SnapshotText = Annotated[str, lambda text: not text or SnapshotName.parse(text) is not None]
 _FOLDER = re.compile(r"dump~([0-9]{1,9})\.([0-9]{1,9})")
 
 
@@ -63,16 +68,16 @@ class DumpName:
 class Image:
     """One CRIU file: plain name, length, digest; for an encrypted one, as stored."""
 
-    name: str
+    name: FileName
     num_bytes: int
-    digest: str
+    digest: Digest
 
 
 @dataclass(frozen=True)
 class WrittenFile:
     """A file the processes had open for writing, and its length then."""
 
-    path: str
+    path: AbsolutePath
     num_bytes: int
 
 
@@ -80,7 +85,7 @@ class WrittenFile:
 class MappedFile:
     """A file the processes had mapped privately, such as a library: length and mtime then."""
 
-    path: str
+    path: AbsolutePath
     num_bytes: int
     changed_ns: int
 
@@ -121,7 +126,7 @@ class GpuState:
 
     driver: str
     devices: tuple[Gpu, ...]
-    pids: tuple[int, ...]
+    pids: tuple[Pid, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -159,19 +164,19 @@ class DumpRecord:
     host: Host
     criu: str
     created: float
-    root: int
-    tasks: tuple[int, ...]
+    root: Pid
+    tasks: tuple[Pid, ...]
     world: int
     folder: str
-    told: dict[str, str]
+    told: dict[FileName, str]
     images: tuple[Image, ...]
     written: tuple[WrittenFile, ...]
     reason: str
     gpus: GpuState | None = None
     mapped: tuple[MappedFile, ...] = ()
-    snapshot: str = ""
+    snapshot: SnapshotText = ""
     dropped: int = 0
-    ports: tuple[int, ...] = ()
+    ports: tuple[Port, ...] = ()
     keys: tuple[Wrapped, ...] = ()
 
     @property
@@ -191,104 +196,6 @@ class DumpRecord:
         name = DumpName.parse(str(json_io.field(body, "name", str, what)))
         if name is None:
             raise UnusableSnapshot(f"{what}: {str(body['name'])[:60]!r} names no dump")
-        texts = {
-            k: str(json_io.field(body, k, str, what)) for k in ("run", "criu", "folder", "reason")
-        }
-        body = {**_LATER, **body}
-        snapshot = str(json_io.field(body, "snapshot", str, what))
-        if snapshot and SnapshotName.parse(snapshot) is None:
-            raise UnusableSnapshot(f"{what}: {snapshot[:60]!r} names no snapshot")
-        created = body.get("created")
-        if not isinstance(created, (int, float)) or isinstance(created, bool):
-            raise UnusableSnapshot(f"{what}: created is {str(created)[:60]!r}")
-        return cls(
-            name=name,
-            created=float(created),
-            root=_pid(body.get("root"), what),
-            host=_host(json_io.field(body, "host", dict, what), what),
-            tasks=tuple(_pid(pid, what) for pid in json_io.field(body, "tasks", list, what)),
-            world=json_io.count(body, "world", what),
-            told=_texts(json_io.field(body, "told", dict, what), what),
-            images=tuple(_image(i, what) for i in json_io.field(body, "images", list, what)),
-            written=tuple(_written(f, what) for f in json_io.field(body, "written", list, what)),
-            gpus=_gpus(body.get("gpus"), what),
-            mapped=tuple(_mapped(f, what) for f in body.get("mapped") or ()),
-            snapshot=snapshot,
-            dropped=json_io.count(body, "dropped", what),
-            ports=tuple(_port(port, what) for port in json_io.field(body, "ports", list, what)),
-            keys=wrapped_from_json(body["keys"], what) if body.get("keys") else (),
-            **texts,
-        )
-
-
-def _pid(value: Any, what: str) -> int:
-    if type(value) is not int or not 0 < value <= MAX_PID:
-        raise UnusableSnapshot(f"{what}: {str(value)[:60]!r} is no process")
-    return value
-
-
-def _port(value: Any, what: str) -> int:
-    if type(value) is not int or not 0 < value <= MAX_PORT:
-        raise UnusableSnapshot(f"{what}: {str(value)[:60]!r} is no port")
-    return value
-
-
-def _host(body: dict[str, Any], what: str) -> Host:
-    name, kernel = (str(json_io.field(body, key, str, what)) for key in ("name", "kernel"))
-    flags = json_io.field(body, "flags", list, what)
-    return Host(name, kernel, tuple(str(flag) for flag in flags))
-
-
-def _gpus(body: Any, what: str) -> GpuState | None:
-    if body is None:
-        return None
-    if not isinstance(body, dict):
-        raise UnusableSnapshot(f"{what}: {str(body)[:60]!r} is no state of GPUs")
-    devices = json_io.field(body, "devices", list, what)
-    pids = json_io.field(body, "pids", list, what)
-    return GpuState(
-        str(json_io.field(body, "driver", str, what)),
-        tuple(_gpu(device, what) for device in devices),
-        tuple(_pid(pid, what) for pid in pids),
-    )
-
-
-def _gpu(body: Any, what: str) -> Gpu:
-    if not isinstance(body, dict):
-        raise UnusableSnapshot(f"{what}: {str(body)[:60]!r} is no GPU")
-    name, uuid = (str(json_io.field(body, key, str, what)) for key in ("name", "uuid"))
-    return Gpu(name, uuid, json_io.count(body, "used_bytes", what))
-
-
-def _texts(body: dict[str, Any], what: str) -> dict[str, str]:
-    """Check that keys are plain file names, and values texts."""
-    for name, text in body.items():
-        check_file_name(name)
-        if not isinstance(text, str):
-            raise UnusableSnapshot(f"{what}: {name[:60]} holds no text")
-    return body
-
-
-def _image(body: Any, what: str) -> Image:
-    if not isinstance(body, dict) or not is_digest(body.get("digest")):
-        raise UnusableSnapshot(f"{what}: an image without a digest")
-    name = check_file_name(body.get("name"))
-    return Image(name, json_io.count(body, "num_bytes", what), body["digest"])
-
-
-def _written(body: Any, what: str) -> WrittenFile:
-    return WrittenFile(_path(body, what), json_io.count(body, "num_bytes", what))
-
-
-def _mapped(body: Any, what: str) -> MappedFile:
-    path = _path(body, what)
-    return MappedFile(
-        path, *(json_io.count(body, key, what) for key in ("num_bytes", "changed_ns"))
-    )
-
-
-def _path(body: Any, what: str) -> str:
-    path = body.get("path") if isinstance(body, dict) else None
-    if not isinstance(path, str) or not path.startswith("/") or "\0" in path:
-        raise UnusableSnapshot(f"{what}: {str(path)[:100]!r} is no path")
-    return path
+        keys = wrapped_from_json(body["keys"], what) if body.get("keys") else ()
+        found: DumpRecord = json_io.build(cls, body, what, name=name, keys=keys)
+        return found

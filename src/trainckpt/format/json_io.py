@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from dataclasses import MISSING, fields, is_dataclass
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.digest import digest
@@ -86,6 +88,49 @@ def counts(values: Any, what: str) -> tuple[int, ...]:
     ):
         raise UnusableSnapshot(f"{what}: {str(values)[:60]!r} is not a list of sizes")
     return tuple(values)
+
+
+def build(kind: Any, body: Any, what: str, **known: Any) -> Any:
+    """Return a dataclass from a JSON object of its fields; else raise `UnusableSnapshot`.
+
+    Fields are integers >= 0, numbers, texts, such dataclasses, tuples and dicts of those, and
+    `Annotated[..., check]`, where `check` returns True for a value that can be.
+
+    Args:
+        kind: The dataclass.
+        body, what: The object, and its name in errors.
+        known: Fields parsed already.
+    """
+    if not isinstance(body, dict):
+        raise UnusableSnapshot(f"{what}: {str(body)[:60]!r} is no {kind.__name__}")
+    hints = get_type_hints(kind, include_extras=True)
+    for each in fields(kind):
+        if each.name in body and each.name not in known:
+            known[each.name] = _typed(hints[each.name], body[each.name], f"{what}: {each.name}")
+        elif each.name not in known and each.default is MISSING:
+            raise UnusableSnapshot(f"{what} lacks {each.name!r}")
+    return kind(**known)
+
+
+def _typed(kind: Any, value: Any, what: str) -> Any:
+    origin, of = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        found = _typed(of[0], value, what)
+        if of[1](found):
+            return found
+    elif origin in (Union, UnionType):
+        return None if value is None else _typed(of[0], value, what)
+    elif is_dataclass(kind):
+        return build(kind, value, what)
+    elif origin is tuple and type(value) is list:
+        return tuple(_typed(of[0], each, what) for each in value)
+    elif origin is dict and type(value) is dict:
+        return {_typed(of[0], k, what): _typed(of[1], v, what) for k, v in value.items()}
+    elif type(value) is kind is str or (type(value) is kind is int and 0 <= value < 2**63):
+        return value
+    elif kind is float and type(value) in (int, float) and abs(value) < 2**63:
+        return float(value)
+    raise UnusableSnapshot(f"{what} is {str(value)[:60]!r}")
 
 
 def _is_too_deep(value: Any) -> bool:

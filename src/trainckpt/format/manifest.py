@@ -116,7 +116,6 @@ def with_plain(files: Sequence[FileEntry], data: Any, what: str) -> tuple[FileEn
 
 
 def _parse_file(entry: Any, what: str) -> FileEntry:
-    """Parse one file as stored in format 1."""
     found = FileEntry(
         names.check_file_name(json_io.field(entry, "name", str, what)),
         json_io.count(entry, "bytes", what),

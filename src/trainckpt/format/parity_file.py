@@ -66,19 +66,8 @@ def load(data: bytes | bytearray | memoryview, what: str) -> ParityHead:
     if not isinstance(body, dict) or body.get("format") != 1:
         raise UnusableSnapshot(f"{what} is no parity file that this version reads")
     body = json_io.unsealed(body, what)
-    members = json_io.field(body, "members", list, what)
-    if any(type(rank) is not int or not 0 <= rank < 2**31 for rank in members):
-        raise UnusableSnapshot(f"{what}: a member is no rank")
-    head = ParityHead(
-        snapshot=json_io.field(body, "snapshot", str, what),
-        number=json_io.count(body, "number", what),
-        members=tuple(members),
-        num_own=json_io.count(body, "num_own", what),
-        num_parity=json_io.count(body, "num_parity", what),
-        place=json_io.count(body, "place", what),
-        chunk_bytes=json_io.count(body, "chunk_bytes", what),
-        parities=json_io.field(body, "parities", str, what),
-    )
+    head: ParityHead = json_io.build(ParityHead, body, what)
+    members = head.members
     fits = head.place < len(members) <= 255 and head.num_own <= len(set(members)) == len(members)
     fits = fits and 0 < head.num_parity < len(members) and head.num_parity <= MAX_PARITIES
     if not fits or not digest.is_digest(head.parities):

@@ -186,26 +186,21 @@ def lay_out(regions: Sequence[Region]) -> tuple[Region, ...]:
     Raises:
         UnusableSnapshot: two regions have one key, so one would hide the other in the header.
     """
-    ordered = sorted(regions, key=_place_of)
+
+    def place_of(region: Region) -> tuple[int, int, bool, str]:
+        size = region.num_bytes
+        raggedness = (size % PAGE_BYTES > 0) + (size % LINE_BYTES > 0)
+        return raggedness, -ITEM_BYTES[region.dtype], size >= SMALL_BYTES, region.key
+
     placed, first_byte = [], 0
     seen: set[str] = set()
-    for region in ordered:
+    for region in sorted(regions, key=place_of):
         if region.key in seen:
             raise UnusableSnapshot(f"two tensors would both be stored as {region.key[:100]}")
         seen.add(region.key)
-        placed.append(_moved(region, first_byte))
+        placed.append(replace(region, first_byte=first_byte, digest=""))
         first_byte += region.num_bytes
     return tuple(placed)
-
-
-def _place_of(region: Region) -> tuple[int, int, bool, str]:
-    is_large = region.num_bytes >= SMALL_BYTES
-    return _raggedness(region), -ITEM_BYTES[region.dtype], is_large, region.key
-
-
-def _raggedness(region: Region) -> int:
-    """Return 0 if the region's end is page-aligned like its start, 1 if line-aligned, else 2."""
-    return (region.num_bytes % PAGE_BYTES > 0) + (region.num_bytes % LINE_BYTES > 0)
 
 
 def build(header: ShardHeader) -> bytes:
@@ -283,18 +278,6 @@ def with_digests(header: ShardHeader, digests: Mapping[str, str]) -> ShardHeader
     """Return the header with the digest of each region filled in, by region key."""
     regions = tuple(r.digested(digests[r.key]) for r in header.regions)
     return replace(header, regions=regions)
-
-
-def _moved(region: Region, first_byte: int) -> Region:
-    return Region(
-        tensor=region.tensor,
-        dtype=region.dtype,
-        offset=region.offset,
-        shape=region.shape,
-        of=region.of,
-        true_dtype=region.true_dtype,
-        first_byte=first_byte,
-    )
 
 
 def _metadata(header: ShardHeader) -> str:

@@ -57,7 +57,6 @@ def read_initial(target: str, registry: Registry, channel: RankStore) -> Initial
 
 
 def _objects(contents: Contents, registry: Registry) -> dict[str, Any]:
-    """Return name in the snapshot -> live module."""
     if not registry.models:
         raise ConfigurationError("init_from found no tracked model", hint="track one, model=...")
     models = models_in(contents.values(0))

@@ -181,7 +181,6 @@ def _not_kept(name: str, sentences: Sequence[str]) -> list[Restored]:
 
 
 def _of_each_rank(beginning: ResumePoint) -> list[str]:
-    """Return the model tensors that were not alike on all ranks."""
     if beginning.manifest is None or beginning.saved is None:
         return []
     models = models_in(beginning.saved.values)
@@ -288,7 +287,6 @@ class ResumeReport:
             logger.warning("this resume is %s (reported before: %s)", now.line, before)
 
     def _born_untracked(self, loader: Any) -> None:
-        """Report the persistent workers of an untracked loader."""
         is_child = os.getpid() != self._pid  # forked by the script: no part of the attempt
         if is_child or self._is_closed or self._keeps_workers or not loader.persistent_workers:
             return

@@ -323,7 +323,6 @@ def _whereabouts(
 def _sets(
     manifest: Manifest, told: Sequence[dict[str, Any]], files: Mapping[int, int]
 ) -> list[SetState]:
-    """Return the remains of the sets with at least one parity."""
     keepers: dict[tuple[Any, ...], dict[int, int]] = {}
     for holder, each in enumerate(told):
         for head in each["parities"]:
@@ -356,7 +355,6 @@ def _rebuild(
     place: SharedMemoryDir | None,
     told: Sequence[dict[str, Any]],
 ) -> None:
-    """Compute the lost parts into one host's memory."""
     members = [r for r, each in enumerate(told) if each["files"] or each["parities"]]
     members = sorted({*members, where.rebuilder})
     rank = channel.world.rank
@@ -421,7 +419,6 @@ def _room(
 def _write(
     tier: Tier, manifest: Manifest, where: CopyLocations, mine: ScavengedCopy, rank: int
 ) -> None:
-    """Write this rank's share of the files to the run directory."""
     for number, data in sorted(mine.files.items()):
         if where.files.get(number, where.rebuilder) == rank:
             key = f"{manifest.name.folder}/{manifest.files[number].name}"

@@ -133,8 +133,6 @@ class _Run(NamedTuple):
 
 
 class _File:
-    """One encrypted file."""
-
     def __init__(
         self, tier: Readable, key: str, entry: FileEntry, secret: bytes, place: ChunkPosition
     ) -> None:

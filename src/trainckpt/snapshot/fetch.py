@@ -144,36 +144,29 @@ def _fill(
     size, num = (PART_BYTES if awaited is None else GENTLE_BYTES), NUM_PARTS
     size, num = (SEALED_BYTES, 1) if file.sealed else (size, num)
     blocks = Blocks(num_bytes, size, num, awaited)
+    writing = threading.Lock()  # the kernel allows one write at a time: others would spin
+
+    def bring(read: Read, first_byte: int) -> None:
+        # on any thread
+        block = blocks.take()
+        data = block[: min(size, num_bytes - first_byte)]
+        try:
+            read(first_byte, data)
+            with writing:
+                arena.write(first_byte, data)
+        finally:
+            blocks.give(block)
+
     arena.begin(num_bytes)
     try:
         with _opened(tier, key) as read, Workers(blocks.num, "trainckpt-fetch") as workers:
-            filling = _Filling(read, arena, blocks)
             for first_byte in range(0, num_bytes, size):
-                last = min(first_byte + size, num_bytes)
-                workers.submit(partial(filling.bring, first_byte, last - first_byte))
+                workers.submit(partial(bring, read, first_byte))
             workers.settle()
     except BaseException:
         arena.empty()  # a partial file is useless, and may have holes
         raise
     arena.publish(folder, file.name)
-
-
-class _Filling:
-    """One file being copied into an arena. Any thread."""
-
-    def __init__(self, read: Read, arena: Arena, blocks: Blocks) -> None:
-        self._read, self._arena, self._blocks = read, arena, blocks
-        self._writing = threading.Lock()  # the kernel allows one write at a time: others would spin
-
-    def bring(self, first_byte: int, num_bytes: int) -> None:
-        block = self._blocks.take()
-        data = block[:num_bytes]
-        try:
-            self._read(first_byte, data)
-            with self._writing:
-                self._arena.write(first_byte, data)
-        finally:
-            self._blocks.give(block)
 
 
 @contextlib.contextmanager

@@ -131,7 +131,6 @@ def recipe(
 
 
 def _inverted(matrix: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Invert the matrix by Gauss-Jordan elimination."""
     size = len(matrix)
     rows = [[*row, *(int(i == j) for j in range(size))] for i, row in enumerate(matrix)]
     for column in range(size):
@@ -148,7 +147,6 @@ def _inverted(matrix: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def _sum(sources: Mapping[int, Any], targets: Mapping[int, Any], num_data: int) -> None:
-    """Fill each parity's memory with the sum of the given data members."""
     if not targets:
         return
     length = len(next(iter(targets.values())))

@@ -219,7 +219,6 @@ class Batch:
         self._small.append(load)
 
     def _join(self) -> None:
-        """Make one part of small neighbouring reads."""
         small, self._small = self._small, []
         if not small:
             return
@@ -390,7 +389,6 @@ class Reader:
         return self._places_of(file)[1].values()
 
     def _look_up(self, reads: Sequence[RegionRead]) -> list[tuple[RegionLocation, RegionRead]]:
-        """Return the regions of one file in file order."""
         found = [(self.find(read), read) for read in reads]
         return sorted(found, key=lambda each: each[0][:2])
 

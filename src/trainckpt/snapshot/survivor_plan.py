@@ -8,7 +8,7 @@ whole is saved; without the lost ranks' own state it is not bitwise.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,12 +33,7 @@ class SurvivorHoldings:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON, to send to the other ranks."""
-        return {
-            "place": self.place,
-            "files": self.files,
-            "whole": self.whole,
-            "carried": self.carried,
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: Any) -> SurvivorHoldings:
@@ -66,12 +61,7 @@ class SurvivorDecision:
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON, to send to the other ranks."""
-        return {
-            "place": self.place,
-            "writers": self.writers,
-            "lost": self.lost,
-            "carried": self.carried,
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, data: Any) -> SurvivorDecision:

@@ -143,7 +143,6 @@ class WriterClient:
         return FileEntry.from_json(reply["file"]), shard_file.with_digests(header, digests)
 
     def _tell(self, end: socket.socket, memory: memoryview, copied: Iterable[int]) -> None:
-        """Report progress of the copies until the file is complete."""
         begin, told = address(memory) or 0, 0
         step = min(TELL_BYTES, len(memory) // TELL_PART)
         try:

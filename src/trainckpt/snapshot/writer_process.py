@@ -261,7 +261,6 @@ class WriteProcess:
             yield message.body["behind"]
 
     def _take(self, message: Message, num_bytes: int) -> memoryview:
-        """Map the memory whose descriptor came with a message."""
         assert message.descriptor is not None
         try:
             return self._map(message.descriptor, num_bytes)
@@ -289,8 +288,6 @@ def _told(error: Exception) -> dict[str, Any]:
 
 
 class _LogBuffer(logging.Handler):
-    """Collects log lines for the rank to log."""
-
     def __init__(self) -> None:
         super().__init__()
         self.said: list[str] = []
