@@ -60,6 +60,8 @@ _SAID: tuple[tuple[re.Pattern[str], str, int], ...] = tuple(
         (_LOADER + r"workers\.(\d+)\.(\w+)", "{1} RNG of worker {0}", WORKERS),
         (_LOADER + r"base_seed", "base seed of the workers", WORKERS),
         (r"rng[./]([\w:]+)", "{0} RNG", RNG),
+        (r"epoch head\.main\.(\w+)", "{0} RNG at the head of the epoch", RNG),
+        (r"epoch head\.(?:objects|script)\.(.+)", "generator {0} at the head of the epoch", RNG),
         (_LOADER + r"data now\.(.+)", "generator {0}", RNG),
         (_LOADER + r"data before\.(.+)", "generator {0} before the epoch's iterator", LOADER),
         (_LOADER + r"rng_before\.(\w+)", "{0} RNG before the epoch's iterator", LOADER),
@@ -125,6 +127,12 @@ def _match(part: str) -> tuple[int, str]:
     raise AssertionError(part)
 
 
+def _without_loader(part: str) -> str:
+    """Return what `say` does, without the number of the loader that recorded a generator."""
+    said = say(part)
+    return said.rpartition(" (loader")[0] or said
+
+
 def _which(loader: str) -> str:
     return "" if loader == "loader" else f" ({loader})"
 
@@ -138,6 +146,7 @@ Key = tuple[int, bool, int, str]
 Record = dict[Key, dict[str, Any]]  # in the order in which it was written
 START: Key = (0, False, 0, "state")
 _TENSOR = re.compile(rf"(\w+)(\[[\d,]*\]) \w{{{NUM_HEX}}}")  # as the recorder writes it
+_EARLIER = ("", " before the epoch's iterator", " at the head of the epoch")
 BATCH = "the batch: other samples, or other randomness in the loader"
 
 
@@ -238,8 +247,7 @@ def first_difference(
         straight, attempts: The records.
         leave_out: Names of random generators, or families of values, that are not compared.
     """
-    said = {say(part) + when for part in leave_out for when in ("", " before the epoch's iterator")}
-    said |= leave_out
+    said = {f"{say(part)}{when}" for part in leave_out for when in _EARLIER} | leave_out
     found = [
         difference
         for attempt in attempts
@@ -318,7 +326,7 @@ def _differing(
             name
             for name in mine.keys() | theirs.keys()
             if mine.get(name) != theirs.get(name)
-            and not (is_clock(name) or say(name) in ignored or family(name) in ignored)
+            and not (is_clock(name) or _without_loader(name) in ignored or family(name) in ignored)
         ),
         key=blame_order,
     )
