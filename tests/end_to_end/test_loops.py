@@ -396,6 +396,40 @@ def test_the_updates_of_a_scaler_are_counted_whatever_its_class(kind):
     assert position.step == 0, "the scaler may have undone this step"
 
 
+class Around(torch.optim.Optimizer):
+    """Steps an optimizer inside it, as SAM and Lookahead do."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1)
+
+    def step(self):
+        self.base.step()
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_step_of_an_optimizer_inside_another_one_counts_once(alone):
+    position, registry = ProgressCounter(), Registry()
+    registry.add("optimizer", optimizer := Around([torch.nn.Parameter(torch.ones(1))]))
+    assert position.watch_steps(registry) == ""
+    for number in range(1, 4):
+        (optimizer.base if alone else optimizer).step()
+        assert position.step == number
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_an_optimizer_whose_steps_are_not_counted_is_said_once(tmp_path, caplog, steps):
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data = torch.utils.data.DataLoader(torch.ones(600, 1))
+    with Checkpointer(tmp_path, model=model, optimizer=optimizer, loader=data) as ckpt:
+        for _ in ckpt.batches():
+            if steps and ckpt.cursor.micro_batches == 200:
+                optimizer.step()
+    said = [r.message for r in caplog.records if "no step of optimizer (a SGD)" in r.message]
+    assert len(said) == (0 if steps else 1)
+
+
 @pytest.mark.parametrize("steps_by", ["the scaler", "the optimizer"])
 def test_steps_beside_a_scaler_that_is_not_enabled_are_counted(tmp_path, steps_by):
     parts = Parts()

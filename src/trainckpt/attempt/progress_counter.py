@@ -1,7 +1,8 @@
 """The progress counter: counts steps, micro-batches and epochs, and gives the cursor at boundaries.
 
-    step      counted by a hook on the first optimizer (or by the scaler's updates, since a
-              scaler may skip a step); with neither, every `accumulate` micro-batches
+    step      counted by a hook on the first optimizer, or on one inside it that a script steps by
+              other methods, as SAM's `second_step`; or by the scaler's updates, since a scaler may
+              skip a step; with none, every `accumulate` micro-batches
     batches   read from the loader at each boundary, so batches fetched ahead never count
     epoch     set by `epochs()`; in loops of the user's own, each new pass of the loader
 
@@ -16,12 +17,15 @@ import torch
 
 from trainckpt.attempt.log import logger
 from trainckpt.format.cursor import Cursor
-from trainckpt.state.adapters.optimizer import counted_optimizer
+from trainckpt.state.adapters.optimizer import counted_optimizer, inner_optimizers
 from trainckpt.state.dynamo import untraced
 
 if TYPE_CHECKING:
     from trainckpt.data.loader import TrackedLoader
     from trainckpt.state.registry import Registry
+
+
+NO_STEP_AFTER = 256  # micro-batches: larger windows are rare
 
 
 class ProgressCounter:
@@ -44,6 +48,8 @@ class ProgressCounter:
         self.window: int | None = None
         self._counts_steps_itself = accumulate  # cleared once something is watched for steps
         self._step_at_boundary = 0
+        self._watched = ""  # the optimizer that has not taken its first step
+        self._in_step = False  # of an optimizer with another one inside
         self._epoch = self._batches = self._evaluations = 0
         self._micro_batches = self._samples = 0
         self._loader: TrackedLoader | None = None  # the first one
@@ -96,6 +102,7 @@ class ProgressCounter:
             counted = counted_optimizer(first.optimizer)
             if counted is not None:
                 self.watch_optimizer(counted)
+                self._watched = f"{first.name} (a {type(first.optimizer).__name__})"
             elif not self._counts_steps_itself:
                 kind = type(first.optimizer).__name__
                 return (
@@ -106,8 +113,13 @@ class ProgressCounter:
         return ""
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count this optimizer's completed steps."""
+        """Count this optimizer's completed steps, and those that one inside it takes alone."""
         self._counts_steps_itself = None
+        inside = (inner for _, inner in inner_optimizers(optimizer))
+        inner = next((one for one in inside if counted_optimizer(one) is one), None)
+        if inner is not None:
+            optimizer.register_step_pre_hook(untraced(lambda *_: self._enter_step()))
+            inner.register_step_post_hook(untraced(lambda *_: self._count_step(is_inner=True)))
         optimizer.register_step_post_hook(untraced(lambda *_: self._count_step()))
 
     def watch_scaler(self, scaler: Any) -> None:
@@ -207,6 +219,8 @@ class ProgressCounter:
         self._evaluations = self._evaluations + 1 if evaluation else 0
         if not self.micro:
             self._mark_window()
+        elif self.micro == NO_STEP_AFTER and self._watched:
+            self._warn_of_no_step()
 
     def begin_outside_batch(self) -> None:
         """Note that the caller trains one micro-batch of its own, after `ckpt.boundary()`."""
@@ -241,9 +255,25 @@ class ProgressCounter:
             self._seen_samples = self._loader.total_samples
             self._seen_passes = max(self._loader.passes_started, 1)
 
-    def _count_step(self) -> None:
+    def _enter_step(self) -> None:
+        self._in_step = True
+
+    def _count_step(self, *, is_inner: bool = False) -> None:
+        if is_inner and self._in_step:
+            return
+        self._in_step, self._watched = False, ""
         self.step += 1
         self.checks.on_step()
+
+    def _warn_of_no_step(self) -> None:
+        logger.warning(
+            "%d micro-batches were trained, and no step of %s was counted: saves by a number of "
+            "steps are not made, and a stop waits for one. Call its step(); or track first the "
+            "optimizer whose step() is called; or pass accumulate=, the micro-batches of a step",
+            NO_STEP_AFTER,
+            self._watched,
+        )
+        self._watched = ""
 
 
 # ---- loop checks: mistakes in the training loop, each logged once and early
