@@ -46,7 +46,7 @@ from trainckpt.resume.crash_marker import CrashMarker
 from trainckpt.resume.report import seen_since
 from trainckpt.run_directory import run_url
 from trainckpt.run_directory.tier_config import open_slower
-from trainckpt.save.checks import check_storable
+from trainckpt.save.checks import UntrackedOptimizers, check_storable
 from trainckpt.save.estimates import SaveEstimator, Timings
 from trainckpt.save.requests import SaveRequests
 from trainckpt.start_attempt import Attempt, RankContext, start_attempt
@@ -188,6 +188,7 @@ class Checkpointer:
         if kind is None:
             self.close()
         elif self._attempt is not None:
+            self._untracked.close()
             self._attempt.shutdown.abandon(error, self._position.cursor)
 
     def resume(self, mode: str | None = None) -> Cursor:
@@ -209,6 +210,7 @@ class Checkpointer:
             raise ConfigurationError("this Checkpointer has resumed already")
         self._attempt = attempt = start_attempt(self._context, mode or self.options.resume)
         self._loop_checks.begin(attempt.beginning.cursor)
+        self._untracked = UntrackedOptimizers(self._registry, self._position, self._report)
         if attempt.beginning.cursor is not None:
             try:
                 self._hooks.resumed(self._position.cursor, attempt.beginning.lost)
@@ -467,6 +469,7 @@ class Checkpointer:
             self._recorder.strike(cursor, self._gate.has_open_round)
 
     def _end_training(self) -> None:
+        self._untracked.close()
         self._loop_checks.end()
         with self._ending_on_refusal():
             self._phased_restore.must_not_undo(self._loop_checks.trained)

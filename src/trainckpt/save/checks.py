@@ -5,31 +5,47 @@
 `TrackedNamesCheck` warns at the first save whose names or parameter groups differ from those at the
 start: a later resume of the script may not find them.
 
-`StaleModelCheck` warns at the second save if a model never changes although its optimizer steps. A
-script that tracks a copy, or wraps the model anew after tracking it, trains one model and saves the
-other.
+`StaleModelCheck` warns if a model does not change between saves although its optimizer takes some
+steps. A script that tracks a copy, or wraps the model anew after tracking it, trains one model and
+saves the other.
+
+`UntrackedOptimizers` reports an optimizer that trains and is not tracked, as after a script has
+made its model or optimizer anew: no save holds what it trains.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trainckpt.attempt.error_json import gather_or_raise
 from trainckpt.attempt.log import logger
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.digest import compact
+from trainckpt.format.exactness import How, Restored
 from trainckpt.run_directory.validate import RANKS_TIMEOUT_S
-from trainckpt.state.adapters.optimizer import cannot_be_added
+from trainckpt.state.adapters.optimizer import (
+    cannot_be_added,
+    counted_optimizer,
+    inner_optimizers,
+)
 from trainckpt.state.capture import must_be_storable
+from trainckpt.state.dynamo import untraced
 from trainckpt.state.state_size import weigh
 from trainckpt.storage.fs_probe import free_bytes
 from trainckpt.storage.local import LocalTier
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
+    import torch
+
+    from trainckpt.attempt.progress_counter import ProgressCounter
     from trainckpt.attempt.save_handle import Committed
     from trainckpt.format.shard_file import ShardHeader
     from trainckpt.ranks.store import RankStore
@@ -76,6 +92,8 @@ def check_storable(
             )
 
 
+STALE_STEPS = 8  # of its optimizer: a warm-up may begin with a learning rate of 0
+_TRAINS_AFTER, _REPLACES_AFTER = 2, 16  # micro-batches in which an untracked optimizer steps
 CHECK_EVERY = 16  # saves: a walk over all modules takes milliseconds, and training waits
 
 
@@ -153,6 +171,26 @@ class StaleModelCheck:
         self._registry = registry
         self._before: tuple[int, dict[str, str]] | None = None
         self._logged: set[str] = set()
+        self._steps: Counter[int] = Counter()  # of each optimizer that counts its steps
+        self._steps_at: dict[int, dict[str, int]] = {}  # step of the run -> those of each model
+        self._changed_at: dict[str, int] = {}  # model -> its steps at the last save that changed it
+        for tracked in registry.optimizers:
+            if (counted := counted_optimizer(tracked.optimizer)) is not None:
+                counted.register_step_post_hook(untraced(partial(self._count, id(tracked))))
+
+    def _count(self, optimizer: int, *_: object) -> None:
+        self._steps[optimizer] += 1
+
+    def note(self, step: int) -> None:
+        """Note how often the optimizer of each model has stepped, as a save begins."""
+        known = self._registry.parameter_names()
+        steps: dict[str, int] = {}
+        for tracked in self._registry.optimizers:
+            counts = counted_optimizer(tracked.optimizer) is not None
+            taken = self._steps[id(tracked)] if counts else step
+            for model in {known.get(id(p), "").partition("/")[0] for p in tracked.parameters()}:
+                steps[model] = max(taken, steps.get(model, 0))
+        self._steps_at[step] = steps
 
     def on_commit(self, event: Committed) -> None:
         """Check the committed save."""
@@ -164,16 +202,23 @@ class StaleModelCheck:
         if before is not None:
             digests = {**{k: d for k, d in before[1].items() if k in header.references}, **digests}
         self._before = step, digests
+        steps = self._steps_at.pop(step, {})
+        for older in [at for at in self._steps_at if at < step]:
+            del self._steps_at[older]
         if before is None or step <= before[0]:
+            self._changed_at = steps if before is None else self._changed_at
             return []
-        stale = [name for name in unchanged(before[1], digests) if name not in self._logged]
+        same = unchanged(before[1], digests)
+        self._changed_at |= {name: taken for name, taken in steps.items() if name not in same}
+        idle = {name: steps.get(name, 0) - self._changed_at.get(name, 0) for name in same}
+        stale = [name for name in same if idle[name] >= STALE_STEPS and name not in self._logged]
         self._logged.update(stale)
         for name in stale:
             logger.warning(
-                "%s has not changed in %d steps, not by one bit. Is the trained model another "
-                "object?",
+                "%s has not changed in %d steps of its optimizer, not by one bit. Is the trained "
+                "model another object?",
                 name,
-                step - before[0],
+                idle[name],
             )
         return stale
 
@@ -182,6 +227,70 @@ class StaleModelCheck:
         stepped = self._registry.stepped_parameters()
         names = {name for name, parameter in stepped.items() if parameter.requires_grad}
         return {r.key: compact(r.digest) for r in header.regions if r.tensor in names}
+
+
+class UntrackedOptimizers:
+    """Reports the first optimizer that trains and is not tracked.
+
+    Torch calls a hook after each step of any optimizer. One without state, such as plain SGD, has
+    nothing to save, and one that steps within a single micro-batch is taken for part of an
+    evaluation.
+    """
+
+    def __init__(
+        self, registry: Registry, position: ProgressCounter, report: Callable[[Restored], None]
+    ) -> None:
+        """Watch until `close`. `report`: takes a fault."""
+        self._registry, self._position, self._report = registry, position, report
+        self._has_reported = False
+        self._tracked: set[int] = {id(each.optimizer) for each in registry.optimizers}
+        self._stepped_in: WeakKeyDictionary[torch.optim.Optimizer, set[int]] = WeakKeyDictionary()
+        self._hook = register_optimizer_step_post_hook(untraced(self._after_step))
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._hook.remove()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if self._has_reported:
+            return
+        if id(optimizer) in self._tracked:
+            self._stepped_in.clear()
+        elif optimizer.state and not self._is_inner(optimizer):
+            in_batches = self._stepped_in.setdefault(optimizer, set())
+            if (number := self._position.cursor.micro_batches) in in_batches:
+                return
+            in_batches.add(number)
+            if len(in_batches) == _TRAINS_AFTER:
+                self._look_at(optimizer)
+            elif len(in_batches) == _REPLACES_AFTER:
+                self._say(
+                    f"a {type(optimizer).__name__} that is not tracked takes the steps, and no "
+                    "tracked optimizer does: the saves do not hold what it trains"
+                )
+
+    def _is_inner(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return True for an optimizer inside a tracked one, which is kept with it."""
+        tracked = (each.optimizer for each in self._registry.optimizers)
+        inside = any(inner is optimizer for one in tracked for _, inner in inner_optimizers(one))
+        if inside:
+            self._tracked.add(id(optimizer))
+        return inside
+
+    def _look_at(self, optimizer: torch.optim.Optimizer) -> None:
+        known = self._registry.parameter_names()
+        names = [known.get(id(p), "") for group in optimizer.param_groups for p in group["params"]]
+        if found := sorted(filter(None, names)):
+            more = f" and {len(found) - 2} more" if len(found) > 2 else ""
+            self._say(
+                f"a {type(optimizer).__name__} that is not tracked steps {', '.join(found[:2])}"
+                f"{more}: no save holds its state"
+            )
+
+    def _say(self, fault: str) -> None:
+        self._has_reported = True  # a hook cannot be removed while torch calls it
+        advice = "make model and optimizer before the Checkpointer, once, and pass both"
+        self._report(Restored("optimizers", How.NOT_KEPT, f"{fault} ({advice})"))
 
 
 def unchanged(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

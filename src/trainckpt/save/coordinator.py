@@ -166,7 +166,10 @@ class SaveCoordinator:
             room=self.replication.reserve,
         )
         self._is_encrypted = sealing is not None
-        self._tracked_names = TrackedNamesCheck(registry)
+        self._tracked_names, self._stale_models = (
+            TrackedNamesCheck(registry),
+            StaleModelCheck(registry),
+        )
         self._registry, self._defaults, self._timings = registry, defaults, timings
         self._window_start, self._saves_gradients = window_start, saves_gradients
         self._plan_cache = SavePlanCache(channel.world.rank, channel.world.size)
@@ -180,7 +183,7 @@ class SaveCoordinator:
         self._commit_listeners: tuple[Callable[[Committed], object], ...] = (
             self.references.on_commit,
             self._count_commit,
-            StaleModelCheck(registry).on_commit,
+            self._stale_models.on_commit,
             arenas.on_commit,
             timings.on_commit,
             self._report_commit,  # from here on a waiting caller goes on
@@ -223,6 +226,7 @@ class SaveCoordinator:
         try:
             with self._registry.unchanged():
                 self._tracked_names.check()
+                self._stale_models.note(cursor.step)
                 staged = self._stage(cursor, final=final, behind=behind, in_memory=in_memory)
                 num_bytes = weigh(self._registry, gradients=True).now
         except _Skipped as skipped:
