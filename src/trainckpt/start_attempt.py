@@ -39,6 +39,7 @@ from trainckpt.resume.report import (
     own_objects,
     said_after_loading,
     said_by_objects,
+    to_be_compared,
 )
 from trainckpt.resume.resume import ResumePoint, begin, record_parent, record_refusal, still_alive
 from trainckpt.run_directory.tier_config import WHERE, TierConfig, where
@@ -486,7 +487,9 @@ def _log_resume_point(context: RankContext, beginning: ResumePoint, exactness: E
         logger.info("%s: begins at step 0%s", start, why)
         return
     name, cursor = beginning.manifest.name, beginning.cursor
-    logger.info("%s: resumed from %s, %s: %s", start, name, cursor, exactness.line)
+    later = to_be_compared(context.registry, beginning)  # the script may set them before
+    so_far = f"to be compared at the first batch: {later}; the rest is " if later else ""
+    logger.info("%s: resumed from %s, %s: %s%s", start, name, cursor, so_far, exactness.line)
     for reason in exactness.reasons:
         logger.info("not bitwise: %s", reason)
     for optimizer in context.registry.optimizers:

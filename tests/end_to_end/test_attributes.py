@@ -95,13 +95,16 @@ def test_those_of_a_module_are_named_at_the_save_and_at_the_resume(tmp_path, cap
     losses, _ = resumed(tmp_path, lambda model, best: {})
     assert losses == [False] * 4
     assert "model.1.initialized, model.1.seen: changed since the run began" in caplog.text
+    values = "model.1.initialized (True, now False), model.1.seen (4, now 0)"
+    assert f"to be compared at the first batch: {values}; the rest is bitwise" in caplog.text
     assert (
-        "not bitwise: in no state_dict, so not as when it was saved: model.1.initialized (True, "
-        "now False), model.1.seen (4, now 0) (track them: pass counts=trainckpt.Attributes("
-        'model, "1.initialized", "1.seen") to the Checkpointer or TrainckptCallback, or '
+        f"not exact: in no state_dict, so not as when it was saved: {values} (track them: "
+        'pass counts=trainckpt.Attributes(model, "1.initialized", "1.seen") to the Checkpointer or '
+        "TrainckptCallback, or "
     ) in caplog.text
+    assert "this resume is same data, not bitwise" in caplog.text
     assert "limit" not in caplog.text
-    assert ": bitwise" not in caplog.text
+    assert "micro-batch 0: bitwise" not in caplog.text
 
 
 class Packing(nn.Module):
@@ -183,7 +186,7 @@ def test_an_object_whose_state_dict_is_empty_is_named_if_it_changes(tmp_path, ca
     _, same = resumed(tmp_path, tracked)
     assert not same
     assert "best.best, best.history: changed since the run began" in caplog.text
-    assert "not bitwise: in no state_dict, so not as when it was saved: best.best (" in caplog.text
+    assert "not exact: in no state_dict, so not as when it was saved: best.best (" in caplog.text
 
 
 def test_what_a_first_resume_did_not_have_is_named_by_the_second(tmp_path, caplog):

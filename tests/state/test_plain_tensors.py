@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.state.helpers import bits, frozen, move, registry, saved_of
-from trainckpt.state import apply, plain_tensors
+from trainckpt.state import apply, attributes, plain_tensors
 from trainckpt.state.attributes import Attributes
 from trainckpt.state.plain_tensors import MAX_BYTES, PART
 
@@ -156,6 +156,39 @@ def test_a_snapshot_without_plain_tensors_changes_none():
     _, source = tracked()
     other, _, _ = resumed(source, h=torch.ones(2))
     assert other.h.tolist() == [1, 1]
+
+
+class Lookahead(torch.optim.Optimizer):
+    """It keeps slow weights and a counter outside its state, around another optimizer."""
+
+    def __init__(self, base):
+        self.base, self.count = base, 0
+        self.param_groups, self.state, self.defaults = base.param_groups, base.state, {}
+        self.slow = [[p.detach().clone() for p in g["params"]] for g in self.param_groups]
+
+    def step(self):
+        self.base.step()
+        self.count += 1
+        for group, rows in zip(self.param_groups, self.slow, strict=True):
+            for p, row in zip(group["params"], rows, strict=True):
+                row.lerp_(p.detach(), 0.5)
+
+
+def test_those_of_an_optimizer_come_back_and_its_numbers_are_named():
+    def made():
+        model = Net()
+        return registry(model=model, opt=Lookahead(torch.optim.SGD(model.parameters(), 0.1)))
+
+    source, target = made(), made()
+    saved_of(source)
+    saved_of(target)
+    optimizer, other = (each.optimizers[0].optimizer for each in (source, target))
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    saved = move(source, target)
+    assert frozen(other.slow) == frozen(optimizer.slow)
+    assert attributes.not_restored(target.watched, saved) == ["opt.count (1, now 0)"]
 
 
 def test_samples_are_of_the_whole_tensor():

@@ -5,7 +5,8 @@ a loader registered its position, on registration
   later
 first boundary      the random generators. For a snapshot taken at the entry of an evaluation,
                     everything once more at that entry: the script's actions on the way there
-                    (a scheduler's step, say) are in the snapshot already
+                    (a scheduler's step, say) are in the snapshot already. Attributes that are not
+                    restored are compared: the script sets some at the head of an epoch
 before the first    the random generators once more, last of all: the construction of the
   batch             loader's iterator draws from them
 boundary after it   differences caused by the script are reported, not undone: parameters whose
@@ -48,7 +49,9 @@ class ResumeDrift(NamedTuple):
     Attributes:
         gradients: Parameter whose requires_grad changed -> True if it was frozen when saved.
         wrappers: Models in a DDP without the internal state of the saved DDP.
-        attributes: Attributes of callbacks outside every state_dict, each with its values.
+        attributes: Attributes outside every state_dict, each with its values.
+        of_callbacks: The same of callbacks.
+        tensors: Attributes with tensors too large for the snapshot.
         generators: Variables and attributes whose random generator was not restored.
         loaders: Untracked loaders that are not where they were, each with its position.
     """
@@ -56,6 +59,8 @@ class ResumeDrift(NamedTuple):
     gradients: dict[str, bool]
     wrappers: list[str]
     attributes: Sequence[str] = ()
+    of_callbacks: Sequence[str] = ()
+    tensors: Sequence[str] = ()
     generators: Sequence[str] = ()
     loaders: Sequence[str] = ()
 
@@ -136,13 +141,20 @@ class PhasedRestore:
         apply.apply_rng(self._registry, saved)
         self._otherwise = requires_grad.changed(self._registry, saved)
         self._hidden = apply.hidden_in_ddp(saved)
-        lost = attributes.not_restored(self._registry.watched, saved, of_callbacks=True)
+        watched = self._registry.watched
+        drift = ResumeDrift(
+            {},
+            [],
+            attributes=attributes.not_restored(watched, saved),
+            of_callbacks=attributes.not_restored(watched, saved, of_callbacks=True),
+            tensors=self._registry.plain_tensors.differing(saved),
+            generators=apply.generators_not_restored(self._registry, saved),
+            loaders=self._registry.open_loaders.lost(saved),
+        )
         self.to_come = False
         if evaluation or not has_loader:
             self._end()
-        generators = apply.generators_not_restored(self._registry, saved)
-        loaders = self._registry.open_loaders.lost(saved)
-        return ResumeDrift({}, [], lost, generators, loaders)
+        return drift
 
     def enter_epoch(self, epoch: int) -> None:
         """Restore the generators of the beginning of the epoch that the run resumes in."""

@@ -62,16 +62,16 @@ def said_by_objects(registry: Registry, beginning: ResumePoint) -> list[Restored
     for name in saved.values.get(LOADERS, ()):  # including loaders not registered yet
         state = saved.decode(saved.values[name])
         found += loader_states.restored(name, state, in_place=saved.exact)
-    if names := attributes.not_restored(registry.watched, saved, of_callbacks=False):
-        why = (
-            f"in no state_dict, so not as when it was saved: {_some(names)} "
-            f"({attributes.hint(names)}, or let the script set them)"
-        )
-        found.append(Restored("attributes", How.NOT_KEPT, why))
-    if names := registry.plain_tensors.differing(saved):
-        why = f"too large to be kept, and not as when it was saved: {_some(names)}"
-        found.append(Restored("attributes", How.NOT_KEPT, f"{why} ({plain_tensors.HINT})"))
     return found
+
+
+def to_be_compared(registry: Registry, beginning: ResumePoint) -> str:
+    """Return the attributes that are not as saved yet, or ""; the script may set them."""
+    saved = beginning.saved
+    names = [] if saved is None else attributes.not_restored(registry.watched, saved)
+    if saved is not None:
+        names += registry.plain_tensors.differing(saved)
+    return _some(names) if names else ""
 
 
 def said_after_loading(registry: Registry, beginning: ResumePoint) -> list[Restored]:
@@ -145,10 +145,22 @@ def seen_since(otherwise: ResumeDrift) -> list[Restored]:
         )
         found += _not_kept("DDP", [why])
     if otherwise.attributes:
-        hint = attributes.hint(otherwise.attributes, of_callbacks=True)
+        why = (
+            f"in no state_dict, so not as when it was saved: {_some(otherwise.attributes)} "
+            f"({attributes.hint(otherwise.attributes)}, or let the script set them)"
+        )
+        found += _not_kept("attributes", [why])
+    if otherwise.of_callbacks:
+        hint = attributes.hint(otherwise.of_callbacks, of_callbacks=True)
         why = (
             "of callbacks, in no state_dict, so not as when it was saved: "
-            f"{_some(otherwise.attributes)} ({hint})"
+            f"{_some(otherwise.of_callbacks)} ({hint})"
+        )
+        found += _not_kept("attributes", [why])
+    if otherwise.tensors:
+        why = (
+            f"too large to be kept, and not as when it was saved: {_some(otherwise.tensors)} "
+            f"({plain_tensors.HINT})"
         )
         found += _not_kept("attributes", [why])
     if otherwise.loaders:

@@ -5,9 +5,10 @@ resume. `Attributes` tracks such by name. What nobody tracks is watched: a snaps
 have changed since tracking began, so that a save and a resume can name them; they are not put back,
 since whether the script sets them itself cannot be known.
 
-Watched are bool, int, float and containers of them and of texts, of modules of the script's own
-classes; the same and tensors of a trainer's callbacks that say no state; and every attribute of a
-tracked object whose state_dict is empty. What a framework's own code assigns is its business.
+Watched are bool, int, float and containers of them and of texts, of modules and optimizers of the
+script's own classes; the same and tensors of a trainer's callbacks that say no state; and every
+attribute of a tracked object whose state_dict is empty. What a framework's own code assigns is its
+business.
 
 Random generators that such modules and callbacks hold are kept as the global ones are: stored in
 every snapshot, and put back last of all.
@@ -150,7 +151,7 @@ def hint(names: Iterable[str], *, of_callbacks: bool = False) -> str:
     )
 
 
-def not_restored(watched: Watched, saved: Saved, *, of_callbacks: bool) -> list[str]:
+def not_restored(watched: Watched, saved: Saved, *, of_callbacks: bool = False) -> list[str]:
     """Return which attributes of a snapshot are otherwise now, each with its values."""
     tree = saved.values.get(PART)
     then = {} if tree is None else saved.decode(tree)
@@ -231,15 +232,25 @@ class _Owner(NamedTuple):
 class Watched:
     """Remembers attributes of objects from when watching began, and names the changed ones."""
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]], tracked: Iterable[Any]) -> None:
-        """`modules`: named models. `tracked`: all other tracked objects."""
+    def __init__(
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        tracked: Iterable[Any],
+        optimizers: Iterable[tuple[str, torch.optim.Optimizer]] = (),
+    ) -> None:
+        """`modules`, `optimizers`: named ones. `tracked`: all other tracked objects."""
         objects = [each for each in tracked if isinstance(each, Attributes)]
         self._tracked = {place for each in objects for place in each.places}
-        self._modules = [
+        self._owners = [
             self._owner(f"{name}.{plain_path(path)}" if path else name, part, numbers_only=True)
             for name, module in modules
             for path, part in module.named_modules()
             if _is_watched(part)
+        ]
+        self._owners += [
+            self._owner(name, optimizer, numbers_only=True)
+            for name, optimizer in optimizers
+            if _is_own(optimizer)
         ]
         self._objects: dict[str, _Owner] = {}
         self._callbacks: list[_Owner] = []
@@ -251,16 +262,13 @@ class Watched:
         skipped = {key for at, key in self._tracked if at == id(value)}
         frameworks = [kind for kind in _bases(value) if _is_framework(kind)]
         skipped.update(_OF_EVERY_MODULE, *map(_assigned, frameworks))
-        hides = isinstance(value, nn.Module) and any("__init__" in vars(k) for k in frameworks)
+        is_part = isinstance(value, (nn.Module, torch.optim.Optimizer))
+        hides = is_part and any("__init__" in vars(kind) for kind in frameworks)
         return _Owner(name, value, numbers_only, frozenset(skipped), hides)
 
-    def modules(self) -> list[tuple[str, nn.Module, frozenset[str]]]:
-        """Return name, module, and the attributes that are not the script's to change."""
-        return [
-            (each.name, each.value, each.skipped)
-            for each in self._modules
-            if isinstance(each.value, nn.Module)
-        ]
+    def owners(self) -> list[tuple[str, object, frozenset[str]]]:
+        """Return name, module or optimizer, and the attributes that are not the script's."""
+        return [(each.name, each.value, each.skipped) for each in self._owners]
 
     def watch(self, name: str, value: object, *, has_state: bool) -> None:
         """Watch a tracked object from now on, as long as its state_dict is empty."""
@@ -304,7 +312,7 @@ class Watched:
         return randomness.find_own(
             {
                 f"{owner.name}.{key}": value
-                for owner in (*self._modules, *self._callbacks)
+                for owner in (*self._owners, *self._callbacks)
                 for key, value in vars(owner.value).items()
                 if key not in owner.skipped
             }
@@ -334,7 +342,7 @@ class Watched:
 
     def _values(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for owner in (*self._modules, *self._objects.values()):
+        for owner in (*self._owners, *self._objects.values()):
             found |= owner.values()
         return found
 

@@ -1,10 +1,10 @@
-"""Keep tensors in plain attributes of modules, which are neither parameters nor buffers.
+"""Keep tensors in plain attributes of modules and optimizers, which are in no state_dict.
 
-A hidden state carried from batch to batch, a moving average or random features in `self.h` are in
-no state_dict. A snapshot holds the tensors and NumPy arrays in attributes of the script's own
-modules, also those in short containers, and a resume sets the attributes to them. Only values
-without the graph that computed them are kept. Beyond `MAX_BYTES`, the smallest first, a snapshot
-holds a sample of the elements, and a resume names an attribute whose sample differs.
+They are a hidden state carried from batch to batch, a moving average or random features in
+`self.h`. A snapshot holds the tensors and NumPy arrays in attributes of the script's own modules
+and optimizers, also those in short containers, and a resume sets the attributes to them. Only
+values without the graph that computed them are kept. Beyond `MAX_BYTES`, the smallest first, a
+snapshot holds a sample of the elements, and a resume names an attribute whose sample differs.
 
 Left out are views of parameters and buffers. An attribute without a value is no difference: a
 forward may make it again, as a cache.
@@ -19,6 +19,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from trainckpt.format import digest
 from trainckpt.state import dtensor
@@ -27,27 +28,30 @@ from trainckpt.state.staging import bytes_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from torch import nn
-
     from trainckpt.state.captured import Captured, Saved
     from trainckpt.state.registry import Registry
 
 PART = "plain tensors"  # no keyword can be spelled so
 MAX_BYTES = 4 << 20
 HINT = "register a buffer, or track it with trainckpt.Attributes"
-_ITEMS = (256, 16)  # most items of a container, and of one in it
+_ITEMS = (256, 256)  # most items of a container, and of one in it
 _SAMPLE = 4096  # most elements compared of a tensor that is not stored
 _MUTABLE = (list, dict, OrderedDict, deque)
 _CONTAINERS = (tuple, *_MUTABLE)
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_TENSORS = (torch.Tensor, nn.Parameter)
 
 
 class PlainTensors:
-    """The tensors in plain attributes of modules."""
+    """The tensors in plain attributes of modules and optimizers."""
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module, frozenset[str]]]) -> None:
-        """`modules`: the name of each module, the module, and the attributes to leave alone."""
-        self._modules = {name: (module, skipped) for name, module, skipped in modules}
+    def __init__(self, owners: Iterable[tuple[str, Any, frozenset[str]]]) -> None:
+        """`owners`: the name of each, the object, and the attributes to leave alone."""
+        self._owners = {
+            name: (owner, skipped | {"state", "param_groups", "defaults"})
+            if isinstance(owner, torch.optim.Optimizer)
+            else (owner, skipped)
+            for name, owner, skipped in owners
+        }
         self._begun = {name: _reference(value) for name, value in self._values()}
 
     def capture(self, registry: Registry, out: Captured) -> None:
@@ -82,8 +86,8 @@ class PlainTensors:
 
     def _values(self) -> Iterator[tuple[str, Any]]:
         """Yield the name and value of each attribute with a tensor."""
-        for prefix, (module, skipped) in self._modules.items():
-            for key, value in list(vars(module).items()):
+        for prefix, (owner, skipped) in self._owners.items():
+            for key, value in list(vars(owner).items()):
                 if key not in skipped and next(_leaves(value), None) is not None:
                     yield f"{prefix}.{key}", value
 
@@ -104,12 +108,13 @@ class PlainTensors:
             entry, place = stored[name], self._place(name)
             if place is None or not {"of", "same"} & entry.keys():
                 continue
-            module, key = place
-            live = vars(module).get(key)
+            owner, key = place
+            live = vars(owner).get(key)
             if "same" in entry:
                 found = put.get(entry["same"], live)
             else:
-                near = next(chain(module.parameters(), registry.all_parameters()), None)
+                own = owner.parameters() if isinstance(owner, nn.Module) else ()
+                near = next(chain(own, registry.all_parameters()), None)
                 found = saved.decode(entry["of"], None if near is None else near.device)
                 for i, leaf in enumerate(_leaves(found)):
                     if i in entry["trained"]:
@@ -118,15 +123,16 @@ class PlainTensors:
                     found = live
                 elif entry["is_first"]:
                     self._begun[name] = _reference(found)
-            vars(module)[key] = put[name] = found
+            vars(owner)[key] = put[name] = found
 
-    def _place(self, name: str) -> tuple[nn.Module, str] | None:
+    def _place(self, name: str) -> tuple[Any, str] | None:
         prefix, _, key = name.rpartition(".")
-        if prefix not in self._modules:
+        owner, skipped = self._owners.get(prefix, (None, frozenset()))
+        if owner is None or key in skipped:
             return None
-        module, skipped = self._modules[prefix]
-        registered = (module._parameters, module._buffers, module._modules)
-        return None if key in skipped or any(key in each for each in registered) else (module, key)
+        names = vars(owner)
+        registered = (names.get(kind, ()) for kind in ("_parameters", "_buffers", "_modules"))
+        return None if any(key in each for each in registered) else (owner, key)
 
     def differing(self, saved: Saved) -> list[str]:
         """Return the attributes that are not stored and differ from the saved ones."""

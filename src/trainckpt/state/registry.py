@@ -134,12 +134,16 @@ class Registry:
     def watched(self) -> Watched:
         """Return the watch on attributes missing from every state_dict, since its first use."""
         objects = [generic.target for generic in self.generics]
-        return Watched(((model.name, model.module) for model in self.models), objects)
+        return Watched(
+            ((model.name, model.module) for model in self.models),
+            objects,
+            ((each.name, each.optimizer) for each in self.optimizers),
+        )
 
     @cached_property
     def plain_tensors(self) -> PlainTensors:
-        """Return the tensors in plain attributes of modules; the first use is at the start."""
-        return PlainTensors(self.watched.modules())
+        """Return the tensors in plain attributes; the first use is at the start."""
+        return PlainTensors(self.watched.owners())
 
     def _add_inner_optimizers(self) -> None:
         """Track the optimizers inside tracked objects, as `<name>.<attribute>`.
