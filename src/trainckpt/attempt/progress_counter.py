@@ -1,7 +1,7 @@
 """The progress counter: counts steps, micro-batches and epochs, and gives the cursor at boundaries.
 
     step      counted by a hook on the first optimizer, or on one inside it that a script steps by
-              other methods, as SAM's `second_step`; or by the scaler's updates, since a scaler may
+              other methods, as SAM's second_step; or by the scaler's updates, since a scaler may
               skip a step; with none, every `accumulate` micro-batches
     batches   read from the loader at each boundary, so batches fetched ahead never count
     epoch     set by `epochs()`; in loops of the user's own, each new pass of the loader
