@@ -142,14 +142,14 @@ def plain_values(roots: Mapping[str, Any]) -> Iterator[tuple[str, tuple[type, An
         if isinstance(holder, dict):
             children = [(f"{path}[{key!r}]", value) for key, value in holder.items()]
         else:
-            names = {**_class_defaults(type(holder)), **(randomness.names_of(holder) or {})}
+            names = {**class_defaults(type(holder)), **(randomness.names_of(holder) or {})}
             children = [(f"{path}.{key}", value) for key, value in names.items()]
         for child_path, value in children:
             if _is_compared(value):
                 yield child_path, (type(value), _digest(value))
 
 
-def _class_defaults(kind: type) -> dict[str, Any]:
+def class_defaults(kind: type) -> dict[str, Any]:
     """Return the class attributes of a script's class: defaults for its objects' attributes."""
     defaults: dict[str, Any] = {}
     for base in kind.__mro__:

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainckpt.data import carried_state, randomness, sampler
+from trainckpt.data import carried_state, dataset_values, randomness, sampler
 from trainckpt.data.carried_state import Changing, Watch
 from trainckpt.data.iterable import StatefulStream
 from trainckpt.data.iterators import (
@@ -177,6 +177,11 @@ class LoaderSource:
         self._carried_states_before: dict[str, Any] = {}
         self._sampler_values_before: dict[str, Any] | None = None  # attributes of unknown samplers
         self._sampler_changed: set[str] = set()
+        # numbers in the dataset as the workers started, and those of a loaded state
+        self._numbers_of_workers: dict[str, Any] = {}
+        self._loaded_numbers: dict[str, Any] = {}
+        # of the dataset as this process began, so that changes by the run are not compared
+        self._content = dataset_values.content(loader.dataset) if self.kind == "map" else {}
         self._trials: list[Trial] = []  # of a stream's own state: the newest, and the one before
         self._in_trial = False  # a trial of that state is running
         self._base_seed: int | None = None
@@ -315,6 +320,8 @@ class LoaderSource:
             "workers": dict(self.progress.workers),
             "order": self.progress.order,
             "passed": self.progress.batches_digest,
+            "content": self._content,
+            "workers' numbers": self._hidden_numbers() if in_pass or has_workers else {},
             "trial": self._newest_trial(),
             "last end": None if self._stream is None else self._stream.last_end,
             "own": None,
@@ -335,6 +342,7 @@ class LoaderSource:
         )
         self._base_seed = saved["base_seed"]
         self._had_workers = saved["reused"] and self._persistent
+        self._loaded_numbers = saved.get("workers' numbers", {})
         self._restore_assignment(saved)
         if not saved["in_pass"]:
             sampler.restore(self._loader, saved["now"])
@@ -585,6 +593,27 @@ class LoaderSource:
                 "uninterrupted run"
             )
             self._report(Restored(self._name, How.NOT_KEPT, reason))
+        self._compare_content(saved.get("content", {}))
+
+    def _compare_content(self, saved: dict[str, bytes]) -> None:
+        """Report lists, arrays and tensors of the dataset that are not those of the snapshot."""
+        now = self._content
+        paths = sorted(path for path in saved.keys() & now if saved[path] != now[path])
+        if paths:
+            reason = (
+                f"{self._name}: {', '.join(paths)[:200]} differs from the snapshot's, so other "
+                "samples stand at the same indices: seed what splits or shuffles them, and sort "
+                "what a folder lists. Data may differ from the uninterrupted run"
+            )
+            self._report(Restored(self._name, How.NOT_KEPT, reason))
+
+    def _hidden_numbers(self) -> dict[str, Any]:
+        """Return the numbers in the dataset that changed since the workers started."""
+        if not self._numbers_of_workers:
+            return {}
+        now = dataset_values.numbers(self._loader.dataset)
+        then = self._numbers_of_workers.items()
+        return {path: value for path, value in then if now.get(path, value) != value}
 
     def _fast_forward(self, saved: dict[str, Any]) -> Any:
         """Return the iterator after the consumed indices, which are drawn again and compared."""
@@ -674,7 +703,11 @@ class LoaderSource:
         loader = copy.copy(self._loader)
         if self._ids is not None:
             self.required_resharder.set_ids(loader, self._ids)
-        iterator = make_iterator(loader, self.progress, plan)
+        with dataset_values.replaced(loader.dataset, self._loaded_numbers):
+            if loader.num_workers:
+                self._numbers_of_workers = dataset_values.numbers(loader.dataset)
+            iterator = make_iterator(loader, self.progress, plan)
+        self._loaded_numbers = {}
         self._has_iterated = True
         self._base_seed = iterator._base_seed
         self._had_workers = False

@@ -1,0 +1,119 @@
+"""Keep plain values inside a dataset, to start workers alike and to recognise the data.
+
+numbers and texts     as they were when the workers started, if the script has changed them
+                      since: the workers do not see that. A resume starts its workers with the
+                      old values, and then puts the script's back
+lists, arrays and     digests of some hundred items each, as the process began: indices of a
+tensors               split, names of files. If a resumed process begins with another digest,
+                      other samples stand at the same indices, and that is reported
+"""
+
+from __future__ import annotations
+
+import os.path
+import sys
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainckpt.data import randomness
+from trainckpt.data.carried_state import class_defaults
+from trainckpt.data.pass_history import fingerprint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_NUMBERS = (bool, int, float, str)
+_ITEMS = 256  # compared of a sequence, spread over it
+_DEPTH = 3  # a list of records
+_DIGESTS = 64  # values compared of one dataset
+
+
+def numbers(dataset: Any) -> dict[str, Any]:
+    """Return path -> value of the numbers and texts inside a dataset."""
+    return {
+        path: value
+        for path, _, _, value in _attributes(dataset)
+        if type(value) in _NUMBERS and len(str(value)) <= _ITEMS
+    }
+
+
+@contextmanager
+def replaced(dataset: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """Return a context in which the dataset's numbers and texts have these values."""
+    changed = []
+    for path, names, key, value in _attributes(dataset) if values else ():
+        if path in values and type(value) in _NUMBERS:
+            changed.append((names, key, key in names, value))
+            names[key] = values[path]
+    try:
+        yield
+    finally:
+        for names, key, was_there, value in changed:
+            if was_there:
+                names[key] = value
+            else:
+                del names[key]
+
+
+def content(dataset: Any) -> dict[str, bytes]:
+    """Return path -> digest of the lists, arrays and tensors inside a dataset."""
+    digests: dict[str, bytes] = {}
+    for path, _, _, value in _attributes(dataset):
+        if _is_content(value):
+            digests[path] = _digest(value, 0)
+            if len(digests) == _DIGESTS:
+                break
+    return digests
+
+
+def _attributes(dataset: Any) -> Iterator[tuple[str, dict[Any, Any], Any, Any]]:
+    """Yield the path of each attribute and item, its namespace and name there, and its value."""
+    for path, holder in list(randomness.walk({"dataset": dataset})):
+        if randomness.is_generator(holder):
+            continue
+        is_dict = type(holder) is dict
+        names = holder if is_dict else randomness.names_of(holder)
+        if names is None or len(names) > _ITEMS:
+            continue
+        defaults = {} if is_dict else class_defaults(type(holder))
+        for key, value in {**defaults, **names}.items():
+            yield (f"{path}[{key!r}]" if is_dict else f"{path}.{key}"), names, key, value
+
+
+def _is_array(value: Any) -> bool:
+    return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray)
+
+
+def _is_content(value: Any) -> bool:
+    return type(value) in (list, tuple) or isinstance(value, torch.Tensor) or _is_array(value)
+
+
+def _digest(value: Any, depth: int) -> bytes:
+    kind = type(value)
+    parts = [kind.__qualname__.encode()]
+    if kind in (list, tuple, dict):
+        items = list(value.items()) if kind is dict else value
+        parts.append(str(len(items)).encode())
+        if depth < _DEPTH:
+            some = items[:: max(1, len(items) // _ITEMS)]
+            # one folder holds the files here, and another one may elsewhere
+            folder = _folder(some) if all(type(item) is str for item in some) else ""
+            for item in some:
+                text = item[len(folder) :] if type(item) is str else item
+                parts.append(_digest(text, depth + 1))
+    elif kind in (*_NUMBERS, bytes, complex, type(None)):
+        parts.append(repr(value)[: 4 * _ITEMS].encode())
+    elif isinstance(value, torch.Tensor) or _is_array(value):
+        parts.append(fingerprint(value))
+        if kind.__name__ != "memmap" and len(value.shape) and value.shape[0] > 2:
+            parts.append(fingerprint(value[:: max(1, value.shape[0] // 8)]))
+    return blake2b(b"\0".join(parts), digest_size=8).digest()
+
+
+def _folder(names: list[str] | tuple[str, ...]) -> str:
+    """Return the part that all names begin with, up to the last slash in it."""
+    first, last = (min(names), max(names)) if names else ("", "")
+    return os.path.commonpath([first, last]) if first[:1] == last[:1] == "/" else ""

@@ -1,0 +1,113 @@
+"""What a resume knows of the plain values in a dataset."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from trainckpt.data.dataset_values import content, numbers, replaced
+from trainckpt.data.loader import TrackedLoader
+
+
+class Rows(Dataset):
+    epoch = 0
+
+    def __init__(self, **values):
+        vars(self).update(values)
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return 1000 * self.epoch + index
+
+
+def differing(one, other):
+    before, after = content(one), content(other)
+    return sorted(path for path in before if before[path] != after[path])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        list(range(1000)),
+        [f"{number}.png" for number in range(1000)],
+        [{"file": f"{number}.png"} for number in range(1000)],
+        torch.arange(5000.0).view(1000, 5),
+        np.arange(1000),
+    ],
+    ids=["indices", "files", "records", "tensor", "array"],
+)
+def test_another_order_is_another_content(value):
+    rows = Rows(values=value)
+    flipped = value.flip(0) if isinstance(value, torch.Tensor) else value[::-1]
+    assert differing(Subset(rows, [1, 2]), Subset(Rows(values=flipped), [1, 2])) == [
+        "dataset.dataset.values"
+    ]
+    assert differing(rows, Rows(values=value[:])) == []
+
+
+def test_the_folder_of_the_files_does_not_count():
+    here, there = (Rows(files=[f"{place}/{n}" for n in "abc"]) for place in ("/data", "/tmp/9"))
+    assert differing(here, there) == []
+
+
+def test_numbers_are_replaced_for_a_while_and_put_back():
+    rows = Rows(size=3, name="a")
+    assert numbers(rows) == {"dataset.epoch": 0, "dataset.size": 3, "dataset.name": "a"}
+    with replaced(rows, {"dataset.epoch": 7, "dataset.size": 9}):
+        assert (rows.epoch, rows.size, rows.name) == (7, 9, "a")
+    assert (rows.epoch, rows.size, rows.name) == (0, 3, "a")
+    assert "epoch" not in vars(rows)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_workers_of_a_resume_start_with_the_numbers_of_those_before(persistent):
+    def begun():
+        rows = Rows()
+        options = {"num_workers": 1, "persistent_workers": persistent}
+        return rows, TrackedLoader(DataLoader(rows, 2, **options), name="loader")
+
+    rows, loader = begun()
+    first = iter(loader)
+    next(first)
+    rows.epoch = 1  # its workers do not see it
+    saved = loader.state()
+    rest = [batch.tolist() for batch in first]
+    later = [batch.tolist() for batch in loader]
+    loader.shutdown()
+    rows, resumed = begun()
+    rows.epoch = 1
+    resumed.load_state(saved)
+    assert [batch.tolist() for batch in resumed] == rest == [[2, 3], [4, 5], [6, 7]]
+    assert [batch.tolist() for batch in resumed] == later
+    assert (later[0][0] == 0) == persistent
+    assert rows.epoch == 1
+    resumed.shutdown()
+
+
+def resume(values, change=None):
+    """Save after a batch; return what a resume with the same dataset reports."""
+    told = []
+    loader = TrackedLoader(DataLoader(Rows(files=list("abcdefgh")), 2), name="loader")
+    batches = iter(loader)
+    next(batches)
+    if change is not None:
+        loader.underlying.dataset.files[:] = change
+    again = DataLoader(Rows(files=values), 2)
+    resumed = TrackedLoader(again, name="loader", report=told.append)
+    resumed.load_state(loader.state())
+    next(iter(resumed))
+    return [part.reason for part in told]
+
+
+def test_a_resume_names_content_that_differs_from_the_snapshot_s():
+    (reason,) = resume(list("hgfedcba"))
+    assert "loader: dataset.files differs from the snapshot's" in reason
+
+
+def test_a_resume_does_not_name_content_that_is_the_same_or_that_the_run_changes():
+    assert resume(list("abcdefgh")) == []
+    assert resume(list("abcdefgh"), change=list("hgfedcba")) == []
