@@ -29,6 +29,7 @@ from trainckpt.attempt.progress_counter import ProgressCounter
 from trainckpt.attempt.rank_status import RankStatusWriter
 from trainckpt.attempt.save_handle import SaveHandle
 from trainckpt.attempt.script_hooks import Hooks
+from trainckpt.data import counted_loops
 from trainckpt.data.loader import TrackedLoader
 from trainckpt.data.sampler import set_epoch
 from trainckpt.data.untracked import shield_all_loaders
@@ -292,7 +293,7 @@ class Checkpointer:
             name=name,
             leader=leader,
             on_boundary=self._loader_boundary if first else None,
-            before_first_fetch=self._phased_restore.before_first_fetch if first else None,
+            before_first_fetch=self._before_first_fetch if first else None,
             after_fetch=self._recorder.batch if first and self._recorder is not None else None,
             early_draws=self._early_draws,
             report=self._report,
@@ -489,6 +490,15 @@ class Checkpointer:
         self._position.begin_loader_batch()
         if not self._boundary():
             raise StopIteration  # on_stop="return": the loop simply ends
+
+    def _before_first_fetch(self) -> bool:
+        """Restore the generators before the first batch after a resume; hint at counted loops."""
+        iterator, cursor = self._loaders[0][1].running_iterator, self._position.cursor
+        if cursor.batches and iterator is not None:
+            hint = counted_loops.hint(iterator, cursor, by_epochs=self._position.epochs_are_ours)
+            if hint:
+                logger.info("hint: %s", hint)
+        return self._phased_restore.before_first_fetch()
 
     def _boundary_after_leaving(self) -> bool:
         """Handle a boundary after the attempt's end: an error only after a stop."""

@@ -146,6 +146,11 @@ class TrackedLoader:
         return self._source.progress.samples
 
     @property
+    def running_iterator(self) -> TrackedIterator | None:
+        """The iterator of the running pass, if the script has one."""
+        return None if self._active_iterator is None else self._active_iterator()
+
+    @property
     def underlying(self) -> Any:
         """The user's own loader."""
         return self._loader

@@ -1,0 +1,59 @@
+"""Find loops that count batches from 0, though they go on in the middle of an epoch.
+
+`enumerate(ckpt.batches())` and `zip(range(n), ckpt.batches())` begin anew after a resume. Often the
+number is only printed, so this is worth a hint and no doubt. One look over the objects of the
+process finds them, at the first batch after the resume.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainckpt.format.cursor import Cursor
+
+_COUNTERS = (type(iter(range(0))), itertools.count, enumerate)
+
+
+def counter_of(iterator: Any) -> str:
+    """Return "enumerate" or "zip" if one of these counts the batches of this iterator; else ""."""
+    for one in gc.get_objects():
+        kind = type(one)
+        if kind is not enumerate and kind is not zip:
+            continue
+        parts = one.__reduce__()[1]
+        if kind is enumerate:
+            if parts[1] == 0 and _reads(parts[0], iterator):
+                return "enumerate"
+        elif any(type(part) in _COUNTERS for part in parts) and any(
+            _reads(part, iterator) for part in parts
+        ):
+            return "zip"
+    return ""
+
+
+def hint(iterator: Any, cursor: Cursor, *, by_epochs: bool) -> str:
+    """Return a sentence for a loop that counts a resumed pass from 0; "" for another loop."""
+    counter = counter_of(iterator)
+    if not counter:
+        return ""
+    lines = {
+        "enumerate": "write enumerate(ckpt.batches(), ckpt.cursor.batches)",
+        "zip": "write zip(range(ckpt.cursor.batches, ...), ckpt.batches())",
+    }
+    line = lines[counter] if by_epochs else "find the end of a window by ckpt.cursor.micro"
+    return (
+        f"{counter} counts the batches of epoch {cursor.epoch} from 0 again, and {cursor.batches} "
+        f"were trained. If more than a printed number depends on it, {line}"
+    )
+
+
+def _reads(source: Any, iterator: Any) -> bool:
+    """Return True for the iterator itself, or a generator over it, such as tqdm's."""
+    if type(source) is not types.GeneratorType:
+        return source is iterator
+    frame = source.gi_frame
+    return frame is not None and any(value is iterator for value in frame.f_locals.values())
