@@ -18,6 +18,7 @@ All public methods are called on the training thread, by all ranks alike; `save`
 
 from __future__ import annotations
 
+import threading
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -106,6 +107,7 @@ class Checkpointer:
         self._phased_restore = PhasedRestore(registry, self._position)
         self._recorder = proof_recorder.recorder_from_environment(self._world.rank, registry)
         self._first = self._to_prove = True
+        self._thread = 0  # the training thread
         self._has_plain_loop = False  # the script's own, by `batches` or `boundary`
         self._problems = list[Restored]()
         self._attempt: Attempt | None = None
@@ -209,6 +211,7 @@ class Checkpointer:
         """
         if self._attempt is not None:
             raise ConfigurationError("this Checkpointer has resumed already")
+        self._thread = threading.get_ident()
         self._attempt = attempt = start_attempt(self._context, mode or self.options.resume)
         self._loop_checks.begin(attempt.beginning.cursor)
         self._untracked = UntrackedOptimizers(self._registry, self._position, self._report)
@@ -487,6 +490,13 @@ class Checkpointer:
 
     def _loader_boundary(self) -> None:
         self._must_have_resumed()
+        if threading.get_ident() != self._thread:
+            raise ConfigurationError(
+                "a batch is asked for on another thread than the one that resumed: a batch that "
+                "waits for the training loop would count as trained",
+                hint="iterate ckpt.batches() in the training loop itself; to load ahead, give the "
+                "DataLoader num_workers, and to copy ahead, pin_memory and non_blocking=True",
+            )
         self._position.begin_loader_batch()
         if not self._boundary():
             raise StopIteration  # on_stop="return": the loop simply ends

@@ -193,11 +193,6 @@ def test_a_save_that_no_start_can_use_is_named_when_it_is_made(tmp_path):
     assert run.doubts() != []
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="unfriendly: a thread that reads batches dies of a ValueError about signals",
-)
 def test_a_thread_that_reads_batches_is_refused_by_name(tmp_path):
     run = Run(tmp_path / "straight", "batches_read_by_a_thread")
     assert run.attempt() == 0 or "ConfigurationError" in run.texts[-1]
