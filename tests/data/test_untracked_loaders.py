@@ -117,7 +117,7 @@ def alive(pid):
 
 
 def train_beside(place, way, stop=None):
-    """Train one pass, and read an untracked loader in this way; crash after micro-batch `stop`."""
+    """Train one pass, and read another loader in this way; crash after micro-batch `stop`."""
     parts, side = Parts(), DataLoader(Plain(), 1)
     held = iter(side)
     if way == "before training":
@@ -152,5 +152,5 @@ def test_a_resume_names_an_untracked_loader_that_was_partly_read(tmp_path, caplo
     gc.collect()  # the iterator of the failed script
     caplog.clear()
     train_beside(tmp_path / "run", way)
-    found = "DataLoaders that are not tracked were partly read: Plain of 23 samples"
+    found = "DataLoaders were partly read, not through ckpt.loader: Plain of 23 samples"
     assert (found in caplog.text) == is_named

@@ -45,7 +45,7 @@ def test_lightning_names_it_when_a_save_lacks_it_and_when_a_resume_has_lost_it(t
         "Best.best, Best.improved, StopAt.sent: changed since the run began, and in no state_dict"
         in at_save
     )
-    assert 'pass counts=trainckpt.Attributes(callback, "best", "improved") to the' in at_save
+    assert 'pass counts=trainckpt.Attributes(<the Best>, "best", "improved") to the' in at_save
     fit(tmp_path, callbacks=[Best()])
     at_resume = said()[1]
     assert NOT_EXACT in at_resume
@@ -103,7 +103,7 @@ def test_the_trainer_names_it(tmp_path, said):
     trained(tmp_path, BestOfTrainer())
     (at_resume,) = [line for line in said() if "not as when it was saved" in line]
     assert "BestOfTrainer.best (" in at_resume
-    assert 'counts=trainckpt.Attributes(callback, "best") to the' in at_resume
+    assert 'counts=trainckpt.Attributes(<the BestOfTrainer>, "best") to the' in at_resume
     assert ", now 1000000000.0)" in at_resume
 
 

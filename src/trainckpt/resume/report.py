@@ -165,8 +165,9 @@ def seen_since(otherwise: ResumeDrift) -> list[Restored]:
         found += _not_kept("attributes", [why])
     if otherwise.loaders:
         why = (
-            f"DataLoaders that are not tracked were partly read: {_some(otherwise.loaders)}; the "
-            "script does not go on there. Pass them as loader=[a, b], and iterate ckpt.loader(a)"
+            "DataLoaders were partly read, not through ckpt.loader: "
+            f"{_some(otherwise.loaders)}; the script begins their passes again. Pass them as "
+            "loader=[a, b], and iterate ckpt.loader(a)"
         )
         found += _not_kept("untracked loaders", [why])
     if otherwise.generators:

@@ -138,13 +138,13 @@ def hint(names: Iterable[str], *, of_callbacks: bool = False) -> str:
 
     Args:
         names: Object, path of the attribute, and possibly its values in brackets.
-        of_callbacks: The objects are callbacks, named by their classes.
+        of_callbacks: The objects are callbacks or a trainer, named by their classes.
     """
     paths = [name.partition(" (")[0].partition(".") for name in sorted(names)]
     owner = paths[0][0]
     own = [f'"{path}"' for name, _, path in paths if name == owner][:3]
-    target = "callback" if of_callbacks else owner
-    own_state = ", or give the callback state_dict and load_state_dict" if of_callbacks else ""
+    target = f"<the {owner}>" if of_callbacks else owner
+    own_state = ", or give a callback state_dict and load_state_dict" if of_callbacks else ""
     return (
         f"track them: pass counts=trainckpt.Attributes({', '.join([target, *own])}) to the "
         f"Checkpointer or TrainckptCallback{own_state}"
