@@ -54,7 +54,7 @@ _COMPARED = 3  # passes after a load, the loaded one included; what differs late
 
 
 class RequestListener(Protocol):
-    """What an owner compares around the script's requests for batches, until it is over."""
+    """Listens to the script's requests for batches, until it is over."""
 
     is_over: bool
 

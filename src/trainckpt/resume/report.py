@@ -208,7 +208,7 @@ def _some(names: Collection[str]) -> str:
 
 
 class ResumeReport:
-    """How exactly one attempt was resumed, on one rank; on rank 0, on all ranks."""
+    """Report of how exactly one attempt was resumed, on one rank; on rank 0, on all ranks."""
 
     def __init__(
         self, *, channel: RankStore, is_resumed: bool, restored: Sequence[Restored] = ()
