@@ -22,7 +22,7 @@ from tests.limits import HANG_S
 from tests.process_dump.campaign import Run, wait_for
 from tests.process_dump.test_dump_choice import asleep
 from trainckpt.attempt import heartbeat
-from trainckpt.cli import doctor, dumps
+from trainckpt.cli import doctor, pause
 from trainckpt.cli.main import main
 from trainckpt.errors import SaveFailed, UnusableSnapshot
 from trainckpt.format.attempt_record import STOPPED, UNDECIDED, AttemptRecord
@@ -171,7 +171,7 @@ def test_two_pauses_at_once_are_both_told_of_the_one_dump(criu_here, tmp_path, c
 def test_pause_says_why_a_command_was_launched_without_dumps(tmp_path, monkeypatch, capsys):
     """Nobody answers there, and what CRIU says was said to nobody."""
     monkeypatch.setenv(criu.VARIABLE, str(pretend(tmp_path / "old", "3.17.1")))
-    monkeypatch.setattr(dumps, "ANSWERS_WITHIN_S", 0.2)
+    monkeypatch.setattr(pause, "ANSWERS_WITHIN_S", 0.2)
     run = str(tmp_path / "run")
     named = NamedRun(run, ["python"], str(tmp_path), 1)
     facts = {"launch": {"kind": "python", "nproc": 1, "by": BY_SUPERVISOR}}

@@ -40,6 +40,7 @@ NAMED = {
 }
 FIND_UNUSED = "DDP used parameters"  # needs DDP's find_unused_parameters, which has no buckets
 HOOKS = "DDP communication hooks"  # tests/end_to_end/test_ddp_kinds.py has such
+PLAIN_TENSORS = "plain tensors"  # tests/state/test_plain_tensors.py restores them over others
 FSDP2 = "FSDP2's gradients"  # tests/state/test_fsdp.py leaves them out
 
 
@@ -59,7 +60,9 @@ def final_weights(records):
 
 def test_every_step_of_the_restore_is_switched_off_by_some_case():
     """The order of the restore is data; a step added to it needs a case here."""
-    assert {name for name, *_ in apply.STEPS} <= {*NAMED, FIND_UNUSED, HOOKS, FSDP2}
+    assert {name for name, *_ in apply.STEPS} <= {
+        *(*NAMED, FIND_UNUSED, HOOKS, PLAIN_TENSORS, FSDP2),
+    }
 
 
 @pytest.mark.parametrize(("world", "flags"), [(1, ()), (3, ()), (3, ("--find-unused",))])
