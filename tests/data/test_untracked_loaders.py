@@ -118,6 +118,7 @@ def alive(pid):
 
 def train_beside(place, way, stop=None):
     """Train one pass, and read another loader in this way; crash after micro-batch `stop`."""
+    shield_all_loaders()  # as the first Checkpointer of a process does: `held` is made before it
     parts, side = Parts(), DataLoader(Plain(), 1)
     held = iter(side)
     if way == "before training":
@@ -154,3 +155,39 @@ def test_a_resume_names_an_untracked_loader_that_was_partly_read(tmp_path, caplo
     train_beside(tmp_path / "run", way)
     found = "DataLoaders were partly read, not through ckpt.loader: Plain of 23 samples"
     assert (found in caplog.text) == is_named
+
+
+MADE_BEFORE = """
+import sys
+import torch
+from torch.utils.data import DataLoader
+from tests.data.datasets import Plain
+from trainckpt import Checkpointer
+
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+sides = [iter(DataLoader(Plain(), 1))]
+with Checkpointer(sys.argv[1], model=model, optimizer=optimizer, loader=DataLoader(Plain(), 4),
+                  every="never") as ckpt:
+    for batch in ckpt.batches():
+        next(sides[0])
+        model(batch.float()[:, None]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if sys.argv[2] == "ends" and ckpt.cursor.micro_batches == 1:
+            save = ckpt.save()
+        if sys.argv[2] == "ends" and ckpt.cursor.micro_batches == 3:
+            save.wait()
+            sys.exit(3)
+"""
+
+
+def test_an_iterator_made_before_the_checkpointer_is_found_in_the_script_s_variables(
+    server, tmp_path
+):
+    script = tmp_path / "train.py"
+    script.write_text(MADE_BEFORE, encoding="utf-8")
+    assert warm.run(server, [script, tmp_path / "run", "ends"]).returncode == 3
+    done = warm.run(server, [script, tmp_path / "run", "goes on"])
+    assert done.returncode == 0, done.stderr
+    assert "not through ckpt.loader: Plain of 23 samples after 2 batches" in done.stderr

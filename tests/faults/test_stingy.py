@@ -77,7 +77,6 @@ def test_shared_memory_that_others_fill_is_left_when_more_is_needed(ran):
     assert found
 
 
-@pytest.mark.xfail(reason="regression: the run is killed before its first commit", strict=False)
 def test_in_a_small_cgroup_no_more_is_taken_than_the_training_leaves(ran):
     if "small_cgroup" not in ran:
         pytest.skip(f"no cgroup can be made here: {ran['no cgroup']}")

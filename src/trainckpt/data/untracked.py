@@ -7,7 +7,6 @@ that a save can record which of them the script is in the middle of: no resume g
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -112,15 +111,19 @@ def _has_ended(iterator: Any, batches: int) -> bool:
     return count is not None and batches >= count
 
 
+def note_iterator(value: object) -> None:
+    """Note an untracked iterator that was made before the first Checkpointer; ignore others."""
+    if isinstance(value, _Base) and not isinstance(value, _TRACKED):
+        _iterators.add(value)
+
+
 def _know_iterators() -> None:
     original: Any = _Base.__init__
 
     @functools.wraps(original)
     def known_birth(iterator: Any, loader: DataLoader[Any]) -> None:
         original(iterator, loader)
-        if not isinstance(iterator, _TRACKED):
-            _iterators.add(iterator)
+        note_iterator(iterator)
 
     known: Any = known_birth
     _Base.__init__ = known  # type: ignore[method-assign]
-    _iterators.update(found for found in gc.get_objects() if issubclass(type(found), _Base))

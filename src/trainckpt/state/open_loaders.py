@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from trainckpt.data.untracked import open_iterators
+from trainckpt.data.untracked import note_iterator, open_iterators
+from trainckpt.state import script_generators
 
 if TYPE_CHECKING:
     from trainckpt.state.captured import Captured, Saved
@@ -27,7 +28,17 @@ class OpenLoaders:
         self._before: WeakKeyDictionary[Any, int] | None = None
 
     def begin(self) -> None:
-        """Note how far the iterators were read before the first boundary."""
+        """Note how far the iterators were read before the first boundary.
+
+        Those made before the Checkpointer are looked for in the script's variables. A look at all
+        objects would touch every page of memory that a forked process shares.
+        """
+        for _, names in script_generators.scopes():
+            for value in list(names.values()):
+                note_iterator(value)
+                parts = value.values() if type(value) is dict else value
+                for part in list(parts) if type(value) in (list, tuple, dict) else ():
+                    note_iterator(part)
         self._before = WeakKeyDictionary()
         for iterator, _, batches in open_iterators():
             self._before[iterator] = batches

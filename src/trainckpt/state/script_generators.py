@@ -49,12 +49,12 @@ def _states(saved: Saved) -> dict[str, bytes]:
     return {} if tree is None or not saved.is_own else saved.decode(tree)
 
 
-def variables(registry: Registry) -> dict[str, Any]:
-    """Return name -> generator; one object has one name, that of the outermost variable."""
+def scopes() -> list[tuple[str, dict[str, Any]]]:
+    """Return name and variables of the script, and of its functions on the main thread's stack."""
     if threading.current_thread() is not threading.main_thread():
-        return {}
+        return []
     script = vars(sys.modules["__main__"])
-    scopes = [("script", script)]
+    found = [("script", script)]
     frames = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -64,11 +64,16 @@ def variables(registry: Registry) -> dict[str, Any]:
     for depth, each in enumerate(reversed(frames)):
         earlier = [other.f_code.co_name for other in frames[len(frames) - depth :]]
         again = earlier.count(each.f_code.co_name)  # a function that calls itself
-        scopes.append((f"script.{each.f_code.co_name}{again or ''}", each.f_locals))
+        found.append((f"script.{each.f_code.co_name}{again or ''}", each.f_locals))
+    return found
+
+
+def variables(registry: Registry) -> dict[str, Any]:
+    """Return name -> generator; one object has one name, that of the outermost variable."""
     named = randomness.find_own(
         {
             f"{scope}.{name}": value
-            for scope, names in scopes
+            for scope, names in scopes()
             for name, value in list(names.items())
             if not name.startswith("__")
         }
