@@ -139,17 +139,21 @@ def plain_values(roots: Mapping[str, Any]) -> Iterator[tuple[str, tuple[type, An
             continue
         if _is_compared(holder) and not path.endswith("]"):  # in a closure, say
             yield path, (type(holder), _digest(holder))
-        if isinstance(holder, dict):
-            children = [(f"{path}[{key!r}]", value) for key, value in holder.items()]
-        else:
-            names = {**class_defaults(type(holder)), **(randomness.names_of(holder) or {})}
-            children = [(f"{path}.{key}", value) for key, value in names.items()]
-        for child_path, value in children:
+        for child_path, _, value in children(path, holder):
             if _is_compared(value):
                 yield child_path, (type(value), _digest(value))
 
 
-def class_defaults(kind: type) -> dict[str, Any]:
+def children(path: str, holder: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield path, key and value of each item of a dict, or of each attribute of an object."""
+    if isinstance(holder, dict):
+        yield from ((f"{path}[{key!r}]", key, value) for key, value in holder.items())
+    else:
+        names = {**_class_defaults(type(holder)), **(randomness.names_of(holder) or {})}
+        yield from ((f"{path}.{key}", key, value) for key, value in names.items())
+
+
+def _class_defaults(kind: type) -> dict[str, Any]:
     """Return the class attributes of a script's class: defaults for its objects' attributes."""
     defaults: dict[str, Any] = {}
     for base in kind.__mro__:
@@ -161,11 +165,13 @@ def class_defaults(kind: type) -> dict[str, Any]:
 
 def _is_compared(value: Any) -> bool:
     kind = type(value)
-    return kind in (*_PLAIN, *_SEQUENCES) or isinstance(value, torch.Tensor) or _is_array(value)
+    return kind in (*_PLAIN, *_SEQUENCES) or is_tensor(value)
 
 
-def _is_array(value: Any) -> bool:
-    return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray)
+def is_tensor(value: Any) -> bool:
+    """Return True for a tensor or a NumPy array; does not import NumPy."""
+    numpy: Any = sys.modules.get("numpy")
+    return isinstance(value, torch.Tensor if numpy is None else (torch.Tensor, numpy.ndarray))
 
 
 def _whole(value: Any) -> str:
@@ -178,7 +184,7 @@ def _whole(value: Any) -> str:
 def _digest(value: Any, depth: int = 0) -> Any:
     if type(value) in _PLAIN:
         return value
-    if isinstance(value, torch.Tensor) or _is_array(value):
+    if is_tensor(value):
         return fingerprint(value)
     if type(value) in _SEQUENCES and depth < 2:
         ends = [*_first_items(value, _ENDS), *_first_items(reversed(value), _ENDS)]

@@ -11,15 +11,12 @@ tensors               split, names of files. If a resumed process begins with an
 from __future__ import annotations
 
 import os.path
-import sys
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from trainckpt.data import randomness
-from trainckpt.data.carried_state import class_defaults
+from trainckpt.data.carried_state import children, is_tensor
 from trainckpt.data.pass_history import fingerprint
 
 if TYPE_CHECKING:
@@ -62,7 +59,7 @@ def content(dataset: Any) -> dict[str, bytes]:
     """Return path -> digest of the lists, arrays and tensors inside a dataset."""
     digests: dict[str, bytes] = {}
     for path, _, _, value in _attributes(dataset):
-        if _is_content(value):
+        if type(value) in (list, tuple) or is_tensor(value):
             digests[path] = _digest(value, 0)
             if len(digests) == _DIGESTS:
                 break
@@ -72,23 +69,11 @@ def content(dataset: Any) -> dict[str, bytes]:
 def _attributes(dataset: Any) -> Iterator[tuple[str, dict[Any, Any], Any, Any]]:
     """Yield the path of each attribute and item, its namespace and name there, and its value."""
     for path, holder in list(randomness.walk({"dataset": dataset})):
-        if randomness.is_generator(holder):
+        names = holder if isinstance(holder, dict) else randomness.names_of(holder)
+        if names is None or len(names) > _ITEMS or randomness.is_generator(holder):
             continue
-        is_dict = type(holder) is dict
-        names = holder if is_dict else randomness.names_of(holder)
-        if names is None or len(names) > _ITEMS:
-            continue
-        defaults = {} if is_dict else class_defaults(type(holder))
-        for key, value in {**defaults, **names}.items():
-            yield (f"{path}[{key!r}]" if is_dict else f"{path}.{key}"), names, key, value
-
-
-def _is_array(value: Any) -> bool:
-    return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray)
-
-
-def _is_content(value: Any) -> bool:
-    return type(value) in (list, tuple) or isinstance(value, torch.Tensor) or _is_array(value)
+        for child_path, key, value in list(children(path, holder)):
+            yield child_path, names, key, value
 
 
 def _digest(value: Any, depth: int) -> bytes:
@@ -106,7 +91,7 @@ def _digest(value: Any, depth: int) -> bytes:
                 parts.append(_digest(text, depth + 1))
     elif kind in (*_NUMBERS, bytes, complex, type(None)):
         parts.append(repr(value)[: 4 * _ITEMS].encode())
-    elif isinstance(value, torch.Tensor) or _is_array(value):
+    elif is_tensor(value):
         parts.append(fingerprint(value))
         if kind.__name__ != "memmap" and len(value.shape) and value.shape[0] > 2:
             parts.append(fingerprint(value[:: max(1, value.shape[0] // 8)]))

@@ -35,7 +35,7 @@ REASON = (
 
 
 class EarlyDraws:
-    """The comparison in one attempt.
+    """Compares the generators of one attempt at its first steps.
 
     Attributes:
         is_over: Nothing is compared any more.
