@@ -147,7 +147,8 @@ def plain_values(roots: Mapping[str, Any]) -> Iterator[tuple[str, tuple[type, An
 def children(path: str, holder: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield path, key and value of each item of a dict, or of each attribute of an object."""
     if isinstance(holder, dict):
-        yield from ((f"{path}[{key!r}]", key, value) for key, value in holder.items())
+        items = [(key, value) for key, value in holder.items() if not is_tensor(key)]
+        yield from ((f"{path}[{key!r}]", key, value) for key, value in items)
     else:
         names = {**_class_defaults(type(holder)), **(randomness.names_of(holder) or {})}
         yield from ((f"{path}.{key}", key, value) for key, value in names.items())

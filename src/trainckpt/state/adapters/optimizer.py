@@ -340,9 +340,11 @@ def inner_optimizers(
     for name, value in vars(optimizer).items():
         items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else ()
         items = enumerate(value) if isinstance(value, (list, tuple)) else items
-        for path, item in ((name, value), *((f"{name}[{key!r}]", item) for key, item in items)):
-            if isinstance(item, torch.optim.Optimizer):
-                yield path, item
+        if isinstance(value, torch.optim.Optimizer):
+            yield name, value
+        for key, item in items:
+            if isinstance(item, torch.optim.Optimizer):  # a key may be a parameter, slow to print
+                yield f"{name}[{key!r}]", item
 
 
 def _made(group: dict[str, Any]) -> dict[str, Any]:
