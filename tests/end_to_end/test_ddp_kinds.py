@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.end_to_end import ddp_kinds
-from tests.ranks.processes import preload, run_ranks
+from tests.ranks.processes import preload, run_in_turn
 
 preload("tests.end_to_end.ddp_kinds")
 
@@ -14,9 +14,12 @@ BITWISE, INEXACT = "bitwise", "same data, not bitwise"
 
 def resumed(tmp_path, kind, size, *, at, until):
     """Whether a resume trains as a run that never stopped, and what it says of itself."""
-    straight = run_ranks(ddp_kinds.train, size, str(tmp_path / "straight"), kind, until)
-    run_ranks(ddp_kinds.train, size, str(tmp_path / "run"), kind, at + 1, at)
-    rest = run_ranks(ddp_kinds.train, size, str(tmp_path / "run"), kind, until)
+    straight, _, rest = run_in_turn(
+        size,
+        (ddp_kinds.train, str(tmp_path / "straight"), kind, until),
+        (ddp_kinds.train, str(tmp_path / "run"), kind, at + 1, at),
+        (ddp_kinds.train, str(tmp_path / "run"), kind, until),
+    )
     assert [began for _, began, _ in rest] == [at] * size
     (how,) = {how for _, _, how in rest}
     same = all(

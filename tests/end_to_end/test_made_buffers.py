@@ -9,7 +9,7 @@ from torch import nn
 from tests.end_to_end import making
 from tests.end_to_end.making import Scale
 from tests.end_to_end.training import Parts, attempt, crashed
-from tests.ranks.processes import preload, run_ranks
+from tests.ranks.processes import preload, run_in_turn
 from tests.state.helpers import bits, move, registry, saved_of
 from trainckpt.errors import StateMismatch
 from trainckpt.state import apply
@@ -38,9 +38,12 @@ def test_the_resumed_run_is_the_run_that_was_never_stopped(tmp_path, first):
 
 
 def test_each_rank_of_a_ddp_run_has_its_own_back(tmp_path):
-    straight = run_ranks(making.train, 2, str(tmp_path / "straight"), 4)
-    run_ranks(making.train, 2, str(tmp_path / "run"), 3)
-    resumed = run_ranks(making.train, 2, str(tmp_path / "run"), 4)
+    straight, _, resumed = run_in_turn(
+        2,
+        (making.train, str(tmp_path / "straight"), 4),
+        (making.train, str(tmp_path / "run"), 3),
+        (making.train, str(tmp_path / "run"), 4),
+    )
     for (losses, _), (rest, at) in zip(straight, resumed, strict=True):
         assert at == 3
         assert rest == {3: losses[3]}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.end_to_end import local_sgd
-from tests.ranks.processes import preload, run_ranks
+from tests.ranks.processes import preload, run_in_turn, run_ranks
 from trainckpt import Checkpointer
 from trainckpt.state.adapters.optimizer import OptimizerState
 from trainckpt.state.registry import Registry
@@ -113,9 +113,12 @@ def test_a_wrapper_of_torch_that_keeps_more_is_named_as_any_other():
 @pytest.mark.parametrize("inner_too", [False, True])
 def test_ranks_that_average_their_weights_now_and_then_go_on_averaging_in_time(tmp_path, inner_too):
     program = local_sgd.train
-    straight = run_ranks(program, 2, str(tmp_path / "straight"), 11, inner_too)
-    run_ranks(program, 2, str(tmp_path / "run"), 6, inner_too)
-    resumed = run_ranks(program, 2, str(tmp_path / "run"), 11, inner_too)
+    straight, _, resumed = run_in_turn(
+        2,
+        (program, str(tmp_path / "straight"), 11, inner_too),
+        (program, str(tmp_path / "run"), 6, inner_too),
+        (program, str(tmp_path / "run"), 11, inner_too),
+    )
     for (whole, _), (rest, named) in zip(straight, resumed, strict=True):
         assert rest == {number: whole[number] for number in range(6, 11)}
         assert [problem for problem in named if "state_dict" in problem] == []

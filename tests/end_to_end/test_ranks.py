@@ -10,7 +10,7 @@ import pytest
 from tests.end_to_end import ranks
 from tests.end_to_end.training import catalog, usable
 from tests.faults.test_bad_bytes import flip
-from tests.ranks.processes import preload, run_ranks
+from tests.ranks.processes import preload, run_in_turn, run_ranks
 from trainckpt.format.manifest import RANK, SPLIT
 from trainckpt.snapshot.restore import read_header
 from trainckpt.snapshot.verify import verify
@@ -75,8 +75,8 @@ def test_two_ranks_resume_bit_for_bit_and_from_one_snapshot(finished, tmp_path):
 
 def test_ranks_of_one_host_bring_each_file_into_its_memory_once_for_all(finished, tmp_path):
     _, straight = finished
-    run_ranks(ranks.train, 2, str(tmp_path / "run"), 2, 3)
-    again = run_ranks(ranks.train_fetching, 2, str(tmp_path / "run"), 2, 6)
+    place = str(tmp_path / "run")
+    _, again = run_in_turn(2, (ranks.train, place, 2, 3), (ranks.train_fetching, place, 2, 6))
     assert [came for _, _, came in again] == [[0], [1]]
     for (losses, step, _), expected in zip(again, straight, strict=True):
         assert step == 3
@@ -85,8 +85,10 @@ def test_ranks_of_one_host_bring_each_file_into_its_memory_once_for_all(finished
 
 def test_a_rank_without_memory_waits_for_the_same_as_those_that_have_it(finished, tmp_path):
     _, straight = finished
-    run_ranks(ranks.train, 2, str(tmp_path / "run"), 2, 3)
-    again = run_ranks(ranks.train_where_one_has_no_memory, 2, str(tmp_path / "run"), 2, 6)
+    place = str(tmp_path / "run")
+    _, again = run_in_turn(
+        2, (ranks.train, place, 2, 3), (ranks.train_where_one_has_no_memory, place, 2, 6)
+    )
     for (losses, step), expected in zip(again, straight, strict=True):
         assert step == 3
         assert losses == {at: loss for at, loss in expected.items() if at in losses}
@@ -135,16 +137,20 @@ def test_a_rank_that_cannot_capture_fails_the_save_for_all_and_not_the_next(tmp_
     "until", [pytest.param(2, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long), 5]
 )
 def test_each_rank_goes_on_counting_its_own_samples(tmp_path, until):
-    straight = run_ranks(ranks.count_uneven, 2, str(tmp_path / "straight"), 99)
-    first = run_ranks(ranks.count_uneven, 2, str(tmp_path / "run"), until)
-    second = run_ranks(ranks.count_uneven, 2, str(tmp_path / "run"), 99)
+    straight, first, second = run_in_turn(
+        2,
+        (ranks.count_uneven, str(tmp_path / "straight"), 99),
+        (ranks.count_uneven, str(tmp_path / "run"), until),
+        (ranks.count_uneven, str(tmp_path / "run"), 99),
+    )
     assert straight[1] == {number: 2 * number for number in range(8)}
     assert [one | two for one, two in zip(first, second, strict=True)] == straight
 
 
 def test_what_each_rank_has_of_its_own_under_one_name_is_its_own_again(tmp_path):
-    assert run_ranks(ranks.own_values, 2, str(tmp_path), True) == [([0, 7], 0), ([1, 7], 1)]
-    assert run_ranks(ranks.own_values, 2, str(tmp_path), False) == [([0, 7], 0), ([1, 7], 1)]
+    place = str(tmp_path)
+    found = run_in_turn(2, (ranks.own_values, place, True), (ranks.own_values, place, False))
+    assert found == [[([0, 7], 0), ([1, 7], 1)]] * 2
 
 
 def test_a_model_resumes_with_compile_inside_ddp_outside_and_without(tmp_path):
@@ -164,8 +170,10 @@ def test_a_state_of_one_rank_that_no_save_can_store_is_refused_by_all(tmp_path):
 
 @pytest.mark.parametrize("every", ["1 step", "never"])
 def test_what_one_rank_finds_after_a_resume_is_said_and_recorded_by_rank_0(tmp_path, every):
-    run_ranks(ranks.frozen_on_one, 2, str(tmp_path), 2, every)
-    first, other = run_ranks(ranks.frozen_on_one, 2, str(tmp_path), 5, every)
+    place = str(tmp_path)
+    _, (first, other) = run_in_turn(
+        2, (ranks.frozen_on_one, place, 2, every), (ranks.frozen_on_one, place, 5, every)
+    )
     (finding,) = [line for line in other if line.startswith("not exact: frozen now")]
     reason = finding.removeprefix("not exact: ")
     assert first.count(f"not exact: rank 1: {reason}") == 1
@@ -186,9 +194,12 @@ def test_what_one_rank_finds_after_a_resume_is_said_and_recorded_by_rank_0(tmp_p
 @pytest.mark.parametrize("until", [2, pytest.param(6, marks=pytest.mark.long)])
 def test_a_batch_sampler_with_leftovers_of_each_rank_goes_on_under_ddp(tmp_path, until):
     """lightning#21312."""
-    straight = run_ranks(ranks.train_grouped, 2, str(tmp_path / "straight"), 2, 99)
-    first = run_ranks(ranks.train_grouped, 2, str(tmp_path / "run"), 2, until)
-    rest = run_ranks(ranks.train_grouped, 2, str(tmp_path / "run"), 2, 99)
+    straight, first, rest = run_in_turn(
+        2,
+        (ranks.train_grouped, str(tmp_path / "straight"), 2, 99),
+        (ranks.train_grouped, str(tmp_path / "run"), 2, until),
+        (ranks.train_grouped, str(tmp_path / "run"), 2, 99),
+    )
     assert [one + two for one, two in zip(first, rest, strict=True)] == straight
     samples = [{x for _, batch, _ in lines for x in batch} for lines in straight]
     assert not samples[0] & samples[1]
@@ -197,10 +208,13 @@ def test_a_batch_sampler_with_leftovers_of_each_rank_goes_on_under_ddp(tmp_path,
 
 def test_weights_that_are_tied_under_fsdp_stay_tied(tmp_path):
     """verl#7834."""
-    straight = run_ranks(ranks.train_tied, 2, str(tmp_path / "straight"), 6, 0)
-    run_ranks(ranks.train_tied, 2, str(tmp_path / "run"), 3, 0)
-    resumed = run_ranks(ranks.train_tied, 2, str(tmp_path / "run"), 6, 0)
-    cold = run_ranks(ranks.train_tied, 2, str(tmp_path / "cold"), 6, 3)
+    straight, _, resumed, cold = run_in_turn(
+        2,
+        (ranks.train_tied, str(tmp_path / "straight"), 6, 0),
+        (ranks.train_tied, str(tmp_path / "run"), 3, 0),
+        (ranks.train_tied, str(tmp_path / "run"), 6, 0),
+        (ranks.train_tied, str(tmp_path / "cold"), 6, 3),
+    )
     for (whole, _), (rest, tied), (anew, _) in zip(straight, resumed, cold, strict=True):
         assert rest == {step: whole[step] for step in range(3, 6)}
         assert anew != rest

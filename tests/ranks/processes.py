@@ -34,41 +34,59 @@ preload()
 
 def run_ranks(program, size, *arguments):
     """Run `program(rank, *arguments)` on `size` ranks; its results, in the order of ranks."""
+    (results,) = run_in_turn(size, (program, *arguments))
+    return results
+
+
+def run_in_turn(size, *calls):
+    """Run `program(rank, *arguments)` of each call, one after the other in the same processes.
+
+    A process costs more than a small training does. Each call gets a process group of its own,
+    but modules stay as the one before left them, random generators too.
+
+    Returns:
+        The results of each call, in the order of ranks; ("exit", code) for a rank that ended in
+        the first one.
+    """
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     started = []
     for rank in range(size):
         here, there = context.Pipe(duplex=False)
-        given = (there, dict(os.environ), program, rank, size, server.port, arguments)
+        given = (there, dict(os.environ), calls, rank, size, server.port)
         process = context.Process(target=_be_a_rank, args=given, daemon=True)
         process.start()
         there.close()
         started.append((process, here))
-    return [_result(rank, *process_and_pipe) for rank, process_and_pipe in enumerate(started)]
+    of_ranks = [_results(rank, *process_and_pipe) for rank, process_and_pipe in enumerate(started)]
+    return [list(results) for results in zip(*of_ranks, strict=True)]
 
 
-def _result(rank, process, pipe):
+def _results(rank, process, pipe):
     if not pipe.poll(HANG_S):
         process.kill()
         raise AssertionError(f"rank {rank} said nothing within {HANG_S} s")
     try:
-        failed, result = pipe.recv()
+        failed, results = pipe.recv()
     except EOFError:
         process.join(HANG_S)
-        return ("exit", process.exitcode)
+        return [("exit", process.exitcode)]
     process.join(HANG_S)
-    assert not failed, f"rank {rank}:\n{result}"
-    return result
+    assert not failed, f"rank {rank}:\n{results}"
+    return results
 
 
-def _be_a_rank(pipe, environment, program, rank, size, port, arguments):
+def _be_a_rank(pipe, environment, calls, rank, size, port):
     os.environ.clear()  # the server's, which may have been started by a test with another one
     os.environ.update(environment)
+    results = []
     try:
-        store = PrefixStore("group", TCPStore("127.0.0.1", port, is_master=False))
-        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        result = program(rank, *arguments)
-        torch.distributed.destroy_process_group()
-        pipe.send((False, result))
+        for number, (program, *arguments) in enumerate(calls):
+            # Whoever is first waits here for the ranks that are still at the call before.
+            store = PrefixStore(f"group{number}", TCPStore("127.0.0.1", port, is_master=False))
+            torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
+            results.append(program(rank, *arguments))
+            torch.distributed.destroy_process_group()
+        pipe.send((False, results))
     except Exception:
         pipe.send((True, traceback.format_exc()))
     finally:
