@@ -178,11 +178,6 @@ def test_a_resume_trains_the_same_or_says_that_it_does_not(tmp_path, program, st
         assert any(cause in line for line in named), difference(whole, parts)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="over-warned: the seed that DataLoader sets on a datapipe counts as not kept",
-)
 def test_a_chain_of_datapipes_that_is_exact_is_not_doubted(tmp_path):
     assert straight(tmp_path, "shuffled_datapipe").doubts() == []
 

@@ -8,7 +8,8 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, Sampler
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from tests.data import datasets as d
 from trainckpt.data.loader import TrackedLoader
@@ -191,6 +192,36 @@ def test_what_a_sampler_or_stream_changes_over_a_pass_is_in_the_state(loader, pa
     assert restored("train", loader.state(), in_place=True) == [
         Restored("train", How.NOT_KEPT, said)
     ]
+
+
+class Seeded(IterDataPipe):
+    """A datapipe of the script with a seed of its own, which DataLoader sets in each pass."""
+
+    def __init__(self, source, counts):
+        self.source, self.counts, self.turns, self.drawn = source, counts, 0, None
+
+    def set_seed(self, seed):
+        self.drawn = seed
+
+    def __iter__(self):
+        self.turns += self.counts
+        yield from random.Random(self.drawn).sample(list(self.source), 8)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_seeds_and_counters_that_torch_sets_on_datapipes_are_not_named(workers):
+    pipe = Seeded(IterableWrapper(range(8)).shuffle(), counts=False)
+    loader = TrackedLoader(DataLoader(pipe, 4, num_workers=workers), name="train")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert len([*loader, *loader, *loader]) == 3 * (2 if workers == 0 else 4)
+
+
+def test_a_counter_of_the_script_on_a_datapipe_is_named():
+    pipe = Seeded(IterableWrapper(range(8)).shuffle(), counts=True)
+    loader = TrackedLoader(DataLoader(pipe, 4), name="train")
+    with pytest.warns(UserWarning, match=r"train: dataset\._datapipe\.turns changed over a pass"):
+        list(loader)
 
 
 def told(loader) -> str:

@@ -16,6 +16,7 @@ from collections import Counter, deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.utils.data import IterDataPipe, MapDataPipe
 
 from trainckpt.data import randomness
 from trainckpt.data.own_state import has_usable_state
@@ -139,9 +140,17 @@ def plain_values(roots: Mapping[str, Any]) -> Iterator[tuple[str, tuple[type, An
             continue
         if _is_compared(holder) and not path.endswith("]"):  # in a closure, say
             yield path, (type(holder), _digest(holder))
-        for child_path, _, value in children(path, holder):
-            if _is_compared(value):
+        for child_path, key, value in children(path, holder):
+            if _is_compared(value) and not _is_of_datapipe(holder, key):
                 yield child_path, (type(value), _digest(value))
+
+
+def _is_of_datapipe(holder: Any, key: Any) -> bool:
+    """Return True for a datapipe's seed and counters, which torch sets anew in each pass."""
+    if not isinstance(holder, (IterDataPipe, MapDataPipe)):
+        return False
+    set_seed = getattr(getattr(type(holder), "set_seed", None), "__code__", None)
+    return key in vars(IterDataPipe) or key in getattr(set_seed, "co_names", ())
 
 
 def children(path: str, holder: Any) -> Iterator[tuple[str, Any, Any]]:
