@@ -91,6 +91,14 @@ def test_another_batch_is_blamed_on_what_the_next_boundary_shows():
     assert (found.at, found.step, found.micro) == (2, 0, 2)
 
 
+def test_a_batch_of_another_place_is_named_by_its_micro_batch_of_the_uninterrupted_run():
+    """A loader that begins a pass again, say."""
+    found = compare({0: record(batch(4, "batch 1")), 1: record()})
+    assert found is not None
+    place = "step 0 micro-batch 1 of the uninterrupted run"
+    assert found.parts == (f"{BATCH}, those of {place}",)
+
+
 def test_the_generator_that_follows_from_another_batch_is_not_blamed():
     """Other samples draw otherwise, and with them the main generator goes another way."""
     found = compare({0: record(batch(2, "other"), state(3, rng__torch="other")), 1: record()})

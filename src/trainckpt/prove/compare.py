@@ -147,7 +147,7 @@ Record = dict[Key, dict[str, Any]]  # in the order in which it was written
 START: Key = (0, False, 0, "state")
 _TENSOR = re.compile(rf"(\w+)(\[[\d,]*\]) \w{{{NUM_HEX}}}")  # as the recorder writes it
 _EARLIER = ("", " before the epoch's iterator", " at the head of the epoch")
-BATCH = "the batch: other samples, or other randomness in the loader"
+BATCH = "the batch of loader: other samples, or other randomness"
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,8 @@ class Difference:
     parts: tuple[str, ...]
 
     def __str__(self) -> str:
-        shown = 2 if self.parts[0] == BATCH else 1  # and what the next boundary shows of the loader
+        # After a batch, also what the next boundary shows of the loader.
+        shown = 2 if self.parts[0].startswith(BATCH) else 1
         more = len(self.parts[shown:])
         others = f" (and {more} other part{'s' if more > 1 else ''})" if more else ""
         place = f"step {self.step} micro-batch {self.micro} on rank {self.rank}"
@@ -280,7 +281,10 @@ def _differences(
         elif entry["batch"] == other["batch"]:
             parts = ()
         else:
-            parts = (BATCH, *_why_other_batch(key, straight, record, ignored))
+            parts = (
+                BATCH + _of_which_place(entry["batch"], straight),
+                *_why_other_batch(key, straight, record, ignored),
+            )
         if parts:
             yield _at(rank, key, entry, straight, parts)
             return
@@ -345,6 +349,16 @@ def _how(mine: str | None, theirs: str | None) -> str:
     return "" if mine == theirs or is_digest else f" ({mine} instead of {theirs})"
 
 
+def _of_which_place(batch: str, straight: Record) -> str:
+    """Return where the uninterrupted run had this batch, if it had it."""
+    for key, entry in straight.items():
+        if entry.get("batch") == batch:
+            cursor = _cursor(key, entry, straight)
+            place = f"step {cursor['step']} micro-batch {cursor['micro']}"
+            return f", those of {place} of the uninterrupted run"
+    return ""
+
+
 def _why_other_batch(
     key: Key, straight: Record, record: Record, ignored: Collection[str]
 ) -> tuple[str, ...]:
@@ -378,13 +392,17 @@ def _uncovered(
 def _at(
     rank: int, key: Key, entry: Mapping[str, Any], straight: Record, parts: tuple[str, ...]
 ) -> Difference:
-    before = entry
-    if "cursor" not in entry:  # a batch: it belongs to the boundary at which it was asked for
-        states = [other for other in straight.values() if "cursor" in other]
-        before = next((state for state in reversed(states) if state["at"] == key[0]), {})
-    cursor = before.get("cursor") or {"step": -1, "micro": -1}
+    cursor = _cursor(key, entry, straight)
     return Difference(rank, key[0], cursor["step"], cursor["micro"], parts)
 
 
+def _cursor(key: Key, entry: Mapping[str, Any], straight: Record) -> Mapping[str, Any]:
+    """Return the cursor of an entry; of a batch, that of the boundary at which it was asked for."""
+    if "cursor" not in entry:
+        states = [other for other in straight.values() if "cursor" in other]
+        entry = next((state for state in reversed(states) if state["at"] == key[0]), {})
+    return entry.get("cursor") or {"step": -1, "micro": -1}
+
+
 def _severity(difference: Difference) -> int:
-    return int(difference.parts[0] == BATCH)
+    return int(difference.parts[0].startswith(BATCH))
