@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -126,11 +127,32 @@ def test_the_grace_of_the_ranks_within_is_kept(job, tmp_path):
     assert time.monotonic() - begun < HANG_S
 
 
+class CountedLooks(NamedRun):
+    """Claims at the first look after `claims_now`."""
+
+    looks = 0
+
+    def look(self, *arguments, **options):
+        super().look(*arguments, **options)
+        self.looks += 1
+
+    def claims_now(self):
+        """Return after a whole look at which a claim was due."""
+        self._claim_after_s, before = 0.0, self.looks
+        while self.looks < before + 2:
+            time.sleep(0.005)
+
+
 def test_no_attempt_is_claimed_beside_those_of_the_ranks_within(job, tmp_path):
     """`--run` tells them where the run lies, and they do not tell the outer supervisor."""
-    named = NamedRun(str(tmp_path / "run"), ["sh"], None, 1)
-    named._claim_after_s = 0.0
-    ended = job(f"exec {CALL}\n", to_us(), name=lambda: named)
+    named = CountedLooks(str(tmp_path / "run"), ["sh"], None, 1)
+    named._claim_after_s = math.inf  # until the supervisor within has told of itself
+
+    def act():
+        named.claims_now()
+        to_us()()
+
+    ended = job(f"exec {CALL}\n", act, name=lambda: named)
     assert (ended.exit_code, ended.record, named.record) == (75, None, None)
 
 
