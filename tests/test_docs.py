@@ -257,7 +257,7 @@ def test_the_loop_of_fabric_in_the_guide_resumes_bitwise(tmp_path):
         assert done.returncode == (75 if stops else 0), done.stderr
         losses.append(done.stdout.split()[-1:])
     assert "resumed from s2" in done.stderr
-    assert "micro-batch 0: bitwise" in done.stderr
+    assert "this resume is bitwise" in done.stderr
     assert losses[2] == losses[0]
 
 

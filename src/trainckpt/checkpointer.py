@@ -404,7 +404,8 @@ class Checkpointer:
         position.reach_boundary(evaluation=evaluation)
         if self._registry.epoch_head.is_open and not evaluation:
             self._registry.epoch_head.end()
-        if self._to_prove or self._phased_restore.under_way or self._recorder is not None:
+        to_compare = self._phased_restore.under_way or attempt.report.is_awaited
+        if self._to_prove or to_compare or self._recorder is not None:
             self._seldom(evaluation=evaluation, closing=closing)
         is_whole = position.between_batches or not evaluation
         resumable = is_whole and not self._phased_restore.to_come
@@ -463,10 +464,15 @@ class Checkpointer:
             self._files.warn_uncut(attempt.beginning.record.attempt)
             attempt.log.change_soon(state=RUNNING)
             self._context.crash_marker.stop()
-        if self._phased_restore.under_way:
+        was_under_way = self._phased_restore.under_way
+        if was_under_way:
             entered = self._position.cursor.evaluations
             found = self._phased_restore.reach(evaluation=entered, has_loader=bool(self._loaders))
             attempt.report.note(seen_since(found))
+        if was_under_way and not self._phased_restore.under_way:
+            attempt.report.compared()
+        elif attempt.report.is_awaited:
+            attempt.report.read_findings()
         cursor = self._position.cursor
         if self._recorder is not None:
             self._recorder.boundary(cursor, evaluation=evaluation)

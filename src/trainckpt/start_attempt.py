@@ -39,7 +39,6 @@ from trainckpt.resume.report import (
     own_objects,
     said_after_loading,
     said_by_objects,
-    to_be_compared,
 )
 from trainckpt.resume.resume import ResumePoint, begin, record_parent, record_refusal, still_alive
 from trainckpt.run_directory.tier_config import WHERE, TierConfig, where
@@ -487,9 +486,8 @@ def _log_resume_point(context: RankContext, beginning: ResumePoint, exactness: E
         logger.info("%s: begins at step 0%s", start, why)
         return
     name, cursor = beginning.manifest.name, beginning.cursor
-    later = to_be_compared(context.registry, beginning)  # the script may set them before
-    so_far = f"to be compared at the first batch: {later}; the rest is " if later else ""
-    logger.info("%s: resumed from %s, %s: %s%s", start, name, cursor, so_far, exactness.line)
+    known = exactness.line if exactness.reasons else "restored, compared after the first batch"
+    logger.info("%s: resumed from %s, %s: %s", start, name, cursor, known)
     for reason in exactness.reasons:
         logger.info("not bitwise: %s", reason)
     for optimizer in context.registry.optimizers:

@@ -30,7 +30,7 @@ def test_groups_that_joined_go_on_exactly_wherever_the_run_stops(tmp_path, caplo
     assert rest == {number: state for number, state in straight.items() if number >= stop}
     said = "optimizer got 1 parameter groups from the snapshot"
     assert (said in caplog.text) == (stop > 3)
-    assert ": bitwise" in caplog.text
+    assert "this resume is bitwise" in caplog.text
 
 
 def test_groups_that_joined_are_divided_anew_on_another_number_of_ranks(tmp_path):

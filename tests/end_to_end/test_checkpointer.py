@@ -305,7 +305,9 @@ def test_a_log_line_says_from_where_it_resumed_and_nothing_of_what_was_pruned(tm
     crashed(tmp_path, 9, keep_last=1)
     with caplog.at_level("INFO", "trainckpt"):
         attempt(tmp_path)
-    assert "resumed from s4~2.1, epoch 1 step 4 micro-batch 0: bitwise" in caplog.text
+    known = "restored, compared after the first batch"
+    assert f"resumed from s4~2.1, epoch 1 step 4 micro-batch 0: {known}" in caplog.text
+    assert "this resume is bitwise" in caplog.messages
     assert "it is gone" not in caplog.text
 
 

@@ -144,7 +144,7 @@ def test_what_is_excluded_only_now_is_put_back_once_more(tmp_path, said):
     trained, _, _ = train(tmp_path / "run")
     _, first, _ = train(tmp_path / "run", seed=9, until=3, exclude="frozen.*")
     assert equal(first, trained.state_dict())
-    assert ": bitwise" in said()
+    assert "this resume is bitwise" in said()
     assert "model/frozen.weight" not in held(tmp_path / "run")[0]
 
 

@@ -98,7 +98,7 @@ def test_the_epochs_metric_is_that_of_the_run_that_was_not_stopped(tmp_path, cap
     with pytest.raises(Crash):
         train(tmp_path / "run", make, held, crash_at=3)
     assert train(tmp_path / "run", make, held) == straight
-    assert "micro-batch 0: bitwise" in caplog.text
+    assert "this resume is bitwise" in caplog.text
     assert "not exact" not in caplog.text
 
 

@@ -109,7 +109,7 @@ def test_a_generator_inside_a_variable_of_a_script_goes_on_where_it_was(run, cap
     rest = run("stopped", text=text)
     assert rest == straight[-len(rest) :]
     assert rest != straight[: len(rest)]
-    assert ": bitwise" in caplog.text
+    assert "this resume is bitwise" in caplog.text
     assert "not bitwise" not in caplog.text
 
 
@@ -121,7 +121,7 @@ def test_generators_in_variables_of_a_script_go_on_where_they_were(run, caplog, 
     rest = run("stopped")
     assert 0 < len(rest) < len(straight) == 8
     assert rest == straight[-len(rest) :]
-    assert ": bitwise" in caplog.text
+    assert "this resume is bitwise" in caplog.text
     assert "not bitwise" not in caplog.text
 
 

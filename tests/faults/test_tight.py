@@ -65,7 +65,7 @@ def log_of_exact(place, answers, mb, first="", last="", inside=(), **environment
         assert found["run"] == found["straight"]
         assert found["from"] == DIES_AT
     assert "rank 1 died of SIGKILL; restart 1 of 1" in ended.stderr
-    assert "resumed from s4~1.4, epoch 0 step 4 micro-batch 0: bitwise" in ended.stderr
+    assert "this resume is bitwise" in ended.stderr
     return ended.stderr
 
 

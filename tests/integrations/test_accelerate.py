@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import subprocess
 import sys
 
@@ -123,7 +124,7 @@ def told_of(place, caplog, **how):
     """How exactly an attempt resumes, by its own word, and each reason why it is not bitwise."""
     caplog.clear()
     tracked(place, {}, **how)
-    exact = [line.split(": ", 2)[2] for line in caplog.messages if ": resumed from " in line]
+    exact = re.findall(r"(?:this resume is|micro-batch \d:) (bitwise|same data.*)", caplog.text)
     return exact + [m.partition(": ")[2] for m in caplog.messages if m.startswith("not bitwise: ")]
 
 

@@ -12,7 +12,7 @@ before the first    the random generators once more, last of all: the constructi
 boundary after it   differences caused by the script are reported, not undone: parameters whose
                     requires_grad differs from the saved value, here and at the first boundary
                     (some loops set it in each micro-batch); and a model wrapped in DDP since
-                    the resume, whose gradients add up differently
+                    the resume, whose gradients add up differently. All is compared by then
 """
 
 from __future__ import annotations
@@ -236,7 +236,6 @@ class PhasedRestore:
     def _end(self) -> None:
         apply.settled(self._registry)
         saved, self._saved, self.to_come = self._saved, None, False
-        self.under_way = bool(self._otherwise or self._hidden)
         if saved is not None and sum(t.nbytes for t in saved.tensors.values()) > FREED_FROM_BYTES:
             free([saved])
 

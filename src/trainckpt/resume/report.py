@@ -40,7 +40,7 @@ KEPT_WORKERS = (
     "loader=[train, validation] and iterate ckpt.loader(validation), or set "
     "persistent_workers=False"
 )
-_FINDINGS, _NEWEST = "findings", "newest findings"
+_FINDINGS, _NEWEST, _COMPARED = "findings", "newest findings", "compared"
 
 
 def own_objects(registry: Registry) -> list[str]:
@@ -63,15 +63,6 @@ def said_by_objects(registry: Registry, beginning: ResumePoint) -> list[Restored
         state = saved.decode(saved.values[name])
         found += loader_states.restored(name, state, in_place=saved.exact)
     return found
-
-
-def to_be_compared(registry: Registry, beginning: ResumePoint) -> str:
-    """Return the attributes that are not as saved yet, or ""; the script may set them."""
-    saved = beginning.saved
-    names = [] if saved is None else attributes.not_restored(registry.watched, saved)
-    if saved is not None:
-        names += registry.plain_tensors.differing(saved)
-    return _some(names) if names else ""
 
 
 def said_after_loading(registry: Registry, beginning: ResumePoint) -> list[Restored]:
@@ -208,7 +199,11 @@ def _some(names: Collection[str]) -> str:
 
 
 class ResumeReport:
-    """Report of how exactly one attempt was resumed, on one rank; on rank 0, on all ranks."""
+    """Report of how exactly one attempt was resumed, on one rank; on rank 0, on all ranks.
+
+    Attributes:
+        is_awaited: Rank 0 has still to log the exactness, once all ranks have compared their state.
+    """
 
     def __init__(
         self, *, channel: RankStore, is_resumed: bool, restored: Sequence[Restored] = ()
@@ -223,6 +218,8 @@ class ResumeReport:
         self._channel, self._is_resumed = channel, is_resumed
         self._restored = tuple(restored)
         self._pid, self._is_closed, self._keeps_workers = os.getpid(), False, False
+        self.is_awaited = False
+        self._logged = ""  # the newest word in the log
         self._findings: list[Restored] = []  # of this rank, since the resume
         self._newest_findings: str | None = None  # on rank 0: the newest ones read
         on_workers_started(self._born_untracked)
@@ -243,6 +240,16 @@ class ResumeReport:
     def set_restored(self, parts: Sequence[Restored]) -> None:
         """Replace the restored parts, once all ranks have reported theirs."""
         self._restored = tuple(parts)
+        self._logged = INEXACT if self.exactness.reasons else ""
+
+    def compared(self) -> None:
+        """Note that this rank has compared its state with the snapshot. Training thread."""
+        rank = self._channel.world.rank
+        self.is_awaited = not rank
+        if rank:
+            with contextlib.suppress(NoAgreement):
+                self._channel.put(f"{_COMPARED}/{rank}", True)
+        self.read_findings()
 
     def note(self, parts: Sequence[Restored]) -> None:
         """Log and record differences seen only after training has gone on. Training thread.
@@ -250,14 +257,13 @@ class ResumeReport:
         If they lower the exactness reported so far, the new one is logged too. Rank 0 logs and
         records those of the other ranks at the next save, or at the end.
         """
-        before = self.exactness.word
         for part in parts:
             self._restored += (part,)
             if part.how is How.REPLAYED:
                 logger.info("%s", part.reason)
             else:
                 logger.warning("not exact: %s", part.reason)
-        self._correct(before)
+        self._correct()
         self._publish([part for part in parts if part.is_inexact])
 
     def _publish(self, parts: Sequence[Restored]) -> None:
@@ -277,36 +283,46 @@ class ResumeReport:
         One message to the store, and more only if some rank has published since.
         """
         world = self._channel.world
-        if world.rank or world.size == 1 or not self._is_resumed:
+        if world.rank or not self._is_resumed:
             return
+        others = range(1, world.size)
         with contextlib.suppress(NoAgreement):
-            newest = self._channel.peek(_NEWEST)
-            if newest is None or newest == self._newest_findings:
-                return
-            others = range(1, world.size)
-            everyone = self._channel.peek_all([f"{_FINDINGS}/{rank}" for rank in others])
-            self._newest_findings, before = newest, self.exactness.word
-            for rank, parts in zip(others, everyone, strict=True):
-                for part in map(Restored.from_json, parts or ()):
-                    if part not in (replace(known, rank=None) for known in self._restored):
-                        self._restored += (replace(part, rank=rank),)
-                        logger.warning("not exact: %s", self._restored[-1].sentence)
-            self._correct(before)
+            all_compared = self.is_awaited and None not in self._peek(_COMPARED, others)
+            newest = self._channel.peek(_NEWEST) if others else None
+            if newest is not None and newest != self._newest_findings:
+                everyone = self._peek(_FINDINGS, others)
+                self._newest_findings = newest
+                for rank, parts in zip(others, everyone, strict=True):
+                    for part in map(Restored.from_json, parts or ()):
+                        if part not in (replace(known, rank=None) for known in self._restored):
+                            self._restored += (replace(part, rank=rank),)
+                            logger.warning("not exact: %s", self._restored[-1].sentence)
+                self._correct()
+            if all_compared:
+                self.is_awaited = False
+                if not self._logged:
+                    self._logged = self.exactness.word
+                    logger.info("this resume is %s", self._logged)
 
-    def _correct(self, before: str) -> None:
-        """Log the resume's exactness if it has become inexact since it was `before`."""
+    def _peek(self, key: str, ranks: Sequence[int]) -> list[Any]:
+        return self._channel.peek_all([f"{key}/{rank}" for rank in ranks]) if ranks else []
+
+    def _correct(self) -> None:
+        """Log the resume's exactness if it is inexact, and the log says otherwise or nothing."""
         now = self.exactness
-        if self._is_resumed and now.word == INEXACT != before:
-            logger.warning("this resume is %s (reported before: %s)", now.line, before)
+        if self._is_resumed and now.word == INEXACT != self._logged:
+            before = f" (reported before: {self._logged})" if self._logged else ""
+            self._logged = INEXACT
+            logger.warning("this resume is %s%s", now.line, before)
 
     def _born_untracked(self, loader: Any) -> None:
         is_child = os.getpid() != self._pid  # forked by the script: no part of the attempt
         if is_child or self._is_closed or self._keeps_workers or not loader.persistent_workers:
             return
-        self._keeps_workers, before = True, self.exactness.word
+        self._keeps_workers = True
         if self._is_resumed:
             part = Restored("untracked loader", How.NOT_KEPT, KEPT_WORKERS)
             self._restored += (part,)
             self._publish([part])
         logger.warning("not exact: %s", KEPT_WORKERS)
-        self._correct(before)
+        self._correct()
