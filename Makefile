@@ -66,6 +66,8 @@ bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.loader --json benchmarks/results/loader.json
 	$(BIN)/python -m benchmarks.encryption --json benchmarks/results/encryption.json
 	$(BIN)/python -m benchmarks.small_state --json benchmarks/results/small_state.json
+	$(BIN)/python -m benchmarks.many_tensors --json benchmarks/results/many_tensors.json \
+	  --png benchmarks/results/many_tensors.png
 	$(BIN)/python -m benchmarks.compression --json benchmarks/results/compression.json
 	$(BIN)/python -m benchmarks.stop --json benchmarks/results/stop.json
 	$(BIN)/python -m benchmarks.scale --json benchmarks/results/scale.json
