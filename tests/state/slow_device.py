@@ -13,6 +13,7 @@ import threading
 
 import torch
 
+from trainckpt.state.device_copy import CudaCalls
 from trainckpt.state.packed_copies import RUN_BYTES, pack
 
 WITHIN_S = 60.0
@@ -39,22 +40,22 @@ class Copies:
         assert self._done.wait(WITHIN_S), "nobody waited, and no step was held back"
 
 
-class SlowDevice:
-    """`Platform` of the tests.
+class SlowDevice(CudaCalls):
+    """The simulated device.
 
     `locked`: address -> bytes; `refuses`: why nothing is locked; `fails_at`: number of the
     `start`, from 1, that raises when it has begun with all copies but the last.
     """
 
     kind, is_used = "cpu", True
+    is_recording = has_recorded = False
 
     def __init__(self, refuses=""):
         self.locked, self.refuses = {}, refuses
         self.num_locked = self.held_back = 0
         self.copied = []  # bytes of each flight
         self.num_copies = 0
-        self.is_recording = self.has_recorded = False
-        self.num_finished = self.num_finished_own = 0
+        self.num_finished = 0
         self.asked, self.fails_at, self.num_started = [], 0, 0
         self.set_apart = []  # thread, devices
         self.guarded = []  # names of threads that asked for something under `on`
@@ -68,9 +69,6 @@ class SlowDevice:
     def apart(self, devices):
         self.set_apart.append((threading.current_thread().name, set(devices)))
         yield
-
-    def finish_own(self, device):
-        self.num_finished_own += 1
 
     def finish(self, device):
         self.num_finished += 1

@@ -66,7 +66,7 @@ def capture(registry: Registry) -> Captured:
     for model in registry.models:
         fsdp.rest(model.wrapped)
     # A step may have used any stream. From here on only this thread submits device work.
-    finished = device_copy.finish(registry.all_parameters())
+    device_copy.finish(registry.all_parameters())
     names = registry.parameter_names()
     for model in registry.models:
         model.capture(out)
@@ -100,5 +100,5 @@ def capture(registry: Registry) -> Captured:
     registry.open_loaders.capture(out)
     rng.capture(out, registry.devices)
     # Any thread may read the copies made above. Also devices without parameters.
-    device_copy.finish(out.tensors.values(), finished=finished)
+    device_copy.finish(out.tensors.values())
     return out

@@ -9,7 +9,7 @@
 
 Only contiguous tensors are copied this way, and only to registered memory. All others are copied
 by torch: on other devices, and after the driver has refused memory or a copy (logged once).
-A `DeviceBackend` makes the calls of one kind of device.
+`CudaCalls` makes all calls to the device; tests put a simulated device in its place.
 
 Threads: the training thread. Another thread may `register` and `keep` while the training thread
 waits for it. The saving thread waits for the copies.
@@ -23,7 +23,7 @@ import gc
 import mmap
 import threading
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -33,7 +33,7 @@ from trainckpt.storage.file_io import at_address
 from trainckpt.storage.libc import libc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from trainckpt.state.packed_copies import Run
@@ -51,9 +51,9 @@ RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 
 class CudaCalls:
-    """The `DeviceBackend` of CUDA: one copy stream per device, besides those of training."""
+    """The calls to CUDA, with one copy stream per device besides those of training."""
 
-    kind = "cuda"
+    kind = "cuda"  # of device
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -81,11 +81,6 @@ class CudaCalls:
         """Wait for all work submitted to the device so far, on any stream."""
         with self.on(device):
             torch.cuda.synchronize(device)
-
-    def finish_own(self, device: torch.device) -> None:
-        """Wait for the work submitted to this thread's current stream."""
-        with self.on(device):
-            torch.cuda.current_stream(device).synchronize()
 
     @contextlib.contextmanager
     def apart(self, devices: Iterable[torch.device]) -> Iterator[None]:
@@ -227,29 +222,27 @@ def _driver() -> Any:
 PART_BYTES = 16 << 20  # size of one buffer
 
 
-def brought_back(source: torch.Tensor, first: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield bytes of a contiguous tensor, in parts on the CPU, each with its first byte's number.
+def brought_back(source: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the bytes of a contiguous tensor, in parts on the CPU, each after its first byte's
+    number.
 
     A part is invalid when the next is taken.
     """
-    flat = source.detach().reshape(-1).view(torch.uint8)
-    num_parts = -(-(end - first) // PART_BYTES)
-    size = min(PART_BYTES, end - first)
-    buffers = [new_buffer(size, pinned=source.is_cuda) for _ in range(min(num_parts, 2))]
+    flat = as_bytes(source)
+    buffers = [new_buffer(min(PART_BYTES, len(flat)), pinned=source.is_cuda) for _ in range(2)]
 
-    def fetch(number: int) -> tuple[int, torch.Tensor, torch.cuda.Event | None]:
-        at = first + number * PART_BYTES
-        into = buffers[number % 2][: min(PART_BYTES, end - at)]
+    def fetch(at: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        into = buffers[at // PART_BYTES % 2][: len(flat) - at]
         with _on(source):
             into.copy_(flat[at : at + len(into)], non_blocking=True)
-            return at, into, _asked(source)
+            return into, _asked(source)
 
-    following = fetch(0) if num_parts else None
-    for number in range(num_parts):
-        assert following is not None
-        at, part, done = following
-        # Into the buffer of the part before: the caller no longer uses it.
-        following = fetch(number + 1) if number + 1 < num_parts else None
+    following = fetch(0)
+    for at in range(0, len(flat), PART_BYTES):
+        part, done = following
+        if at + PART_BYTES < len(flat):
+            # Into the buffer of the part before: the caller no longer uses it.
+            following = fetch(at + PART_BYTES)
         _wait(done, source)
         yield at, part
 
@@ -260,8 +253,8 @@ def on_host(source: torch.Tensor) -> torch.Tensor:
     if source.is_cpu or not source.is_contiguous():
         return source.detach().cpu().contiguous()
     into = torch.empty(source.shape, dtype=source.dtype, device="cpu")
-    flat = into.reshape(-1).view(torch.uint8)
-    for at, part in brought_back(source, 0, source.nbytes):
+    flat = as_bytes(into)
+    for at, part in brought_back(source):
         flat[at : at + part.numel()].copy_(part)
     return into
 
@@ -302,7 +295,7 @@ def _upload(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     turn = filled = 0
     with _on(some):
         for into, data in copies:
-            target, source = (t.detach().reshape(-1).view(torch.uint8) for t in (into, data))
+            target, source = as_bytes(into), as_bytes(data)
             done = 0
             while done < source.numel():
                 if filled >= size:
@@ -346,84 +339,16 @@ def _wait(event: torch.cuda.Event | None, tensor: torch.Tensor) -> None:
 # ---- the copier
 
 
-class DeviceBackend(Protocol):
-    """A kind of device with asynchronous copies."""
-
-    kind: str
-
-    @property
-    def is_used(self) -> bool:
-        """Return True if tensors may exist on this kind of device."""
-
-    def on(self, device: torch.device) -> AbstractContextManager[None]:
-        """Make the device current for this thread, without disturbing graph captures of others."""
-
-    def finish(self, device: torch.device) -> None:
-        """Wait for all work submitted to the device so far, on any stream."""
-
-    def finish_own(self, device: torch.device) -> None:
-        """Wait for the work submitted to this thread's current stream."""
-
-    def apart(self, devices: Iterable[torch.device]) -> AbstractContextManager[None]:
-        """Return a context in which this thread's device work waits for no other stream."""
-
-    def register(self, address: int, num_bytes: int, device: torch.device) -> str:
-        """Page-lock memory. Return the reason for a refusal, or ""."""
-
-    def unregister(self, address: int, device: torch.device) -> None:
-        """Unlock memory registered at this address."""
-
-    def start(self, device: torch.device, runs: Sequence[Run]) -> Any:
-        """Begin the copies after the work on this thread's current stream, and return a handle.
-
-        After an exception some copies may have begun: `finish` waits for those.
-        """
-
-    def wait(self, device: torch.device, copies: Any) -> None:
-        """Wait for the copies of a handle from `start`; any thread."""
-
-    def is_over(self, copies: Any) -> bool:
-        """Return True if the copies of a handle from `start` are complete."""
-
-    def hold(self, device: torch.device, copies: Any) -> None:
-        """Delay later work on this thread's current stream until the copies are complete."""
-
-    @property
-    def is_recording(self) -> bool:
-        """Return True if the current stream is recording a graph."""
-
-    @property
-    def has_recorded(self) -> bool:
-        """Return True if any recorded graph exists: it may be replayed."""
-
-
-def finish(
-    tensors: Iterable[torch.Tensor],
-    platform: DeviceBackend | None = None,
-    *,
-    finished: Collection[torch.device] = (),
-) -> set[torch.device]:
-    """Wait for the devices of these tensors, on any stream, and return those devices.
+def finish(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait for the devices of these tensors, on any stream.
 
     Call it at a boundary, before anything is read: the current stream is not ordered after a
     stream of the script's own.
-
-    Args:
-        tensors: On any devices.
-        platform: The backend of the devices to wait for.
-        finished: Devices already finished, with no later work but on this thread's stream or
-            before it. For those only the current stream is waited for.
     """
-    platform = platform or CudaCalls()
-    if not platform.is_used:
-        return set()
-    devices = {t.device for t in tensors if t.device.type == platform.kind}
-    for device in devices:
-        if device in finished:
-            platform.finish_own(device)
-        else:
+    platform = CudaCalls()
+    if platform.is_used:
+        for device in {t.device for t in tensors if t.device.type == platform.kind}:
             platform.finish(device)
-    return devices
 
 
 class AsyncCopies:
@@ -431,7 +356,7 @@ class AsyncCopies:
 
     def __init__(
         self,
-        platform: DeviceBackend,
+        platform: CudaCalls,
         copies: Iterable[tuple[int, torch.Tensor]],
         ends: Iterable[int] = (),
     ) -> None:
@@ -488,10 +413,10 @@ class DeviceCopier:
     """
 
     def __init__(
-        self, platform: DeviceBackend | None = None, say: Callable[[str], object] = lambda _: None
+        self, platform: CudaCalls | None = None, say: Callable[[str], object] = lambda _: None
     ) -> None:
         """Create a copier. `say` receives the first refusal of a registration or copy."""
-        self._platform: DeviceBackend = platform or CudaCalls()
+        self._platform = platform or CudaCalls()
         self.kind, self.is_replayed = self._platform.kind, False
         self._say = say
         self._devices: set[torch.device] = set()
@@ -552,11 +477,6 @@ class DeviceCopier:
         """Wait for the latest copies: a failed save may have left some pending."""
         self._last.wait()
 
-    @property
-    def is_ready(self) -> bool:
-        """Return True if any memory is locked."""
-        return bool(self._registered)
-
     def takes(self, source: torch.Tensor, target: int) -> bool:
         """Return True if the device itself can copy this tensor to this address."""
         if not self._registered or source.device not in self._devices:
@@ -589,7 +509,8 @@ class DeviceCopier:
                 return flight
         self._last = AsyncCopies(self._platform, ())
         for target, source in copies:
-            _copy(target, source)
+            flat = as_bytes(source)
+            _at(target, len(flat)).copy_(flat)
         return self._last
 
     def copy(self, copies: Sequence[tuple[int, torch.Tensor]]) -> None:
@@ -628,7 +549,7 @@ class DeviceCopier:
         with self._platform.on(source.device):
             return all(
                 not _compare(target + at, part.data_ptr(), part.numel())
-                for at, part in brought_back(source, 0, source.nbytes)
+                for at, part in brought_back(source)
             )
 
     def _refuse(self, why: str) -> None:
@@ -638,12 +559,6 @@ class DeviceCopier:
     def _unregister(self, each: _Registered) -> None:
         self._registered.remove(each)
         self._platform.unregister(each.begin, each.device)
-
-
-@torch.no_grad()
-def _copy(target: int, source: torch.Tensor) -> None:
-    flat = source.detach().reshape(-1).view(torch.uint8)
-    torch.frombuffer(at_address(target, flat.numel()), dtype=torch.uint8).copy_(flat)
 
 
 def _compare(target: int, source: int, num_bytes: int) -> int:

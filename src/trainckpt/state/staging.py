@@ -227,13 +227,13 @@ def stage(
     size = header.header_bytes + header.data_bytes
     shard = Shard(header, (memory or private_memory)(size))
     begin = torch.frombuffer(shard.data, dtype=torch.uint8).data_ptr() if len(shard.data) else 0
-    by_device, is_ready = [], side.is_ready
+    by_device = []
     digests = digests and torch.get_num_threads() == 1  # else torch's threads share the copy
     for region in header.regions:
         if not region.num_bytes:
             continue
         source, target = source_of(captured, region), begin + region.first_byte
-        is_taken = is_ready and side.takes(source, target)
+        is_taken = side.takes(source, target)
         is_run = source.is_cpu and source.is_contiguous()
         if region.tensor in later and (not side.is_replayed if is_taken else source.is_cpu):
             shard.rest.append(PendingCopy(region.tensor, source, target))
@@ -304,7 +304,7 @@ def _digests_of(source: torch.Tensor, block_bytes: int) -> str:
     if source.is_cpu or not source.is_contiguous():
         return digest.digests_by_block(bytes_of(source), block_bytes)
     seen = digest.RunningByBlock(block_bytes)
-    for _, part in brought_back(source, 0, source.nbytes):
+    for _, part in brought_back(source):
         seen.update(bytes_of(part))
     return seen.hexdigest()
 
