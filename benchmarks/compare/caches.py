@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 _KEEP = """
 import ctypes, sys
-from trainckpt.storage.file_io import address, memory, populate
+from trainckpt.storage.file_io import address, populate, private_memory
 from trainckpt.storage.libc import libc
 NO_LARGE_PAGES, NOT_NEEDED, PAGE, STEP = 15, 4, 4096, 1 << 20
 size = int(sys.argv[1])
-block = memory(size)
+block = private_memory(size)
 def advise(at, end, how):
     where = ctypes.c_void_p(address(block) + at)
     return libc().madvise(where, ctypes.c_size_t(end - at), ctypes.c_int(how))

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.state.helpers import bits, frozen, move, registry
 from trainckpt import Checkpointer
-from trainckpt.state import staging, step_state
+from trainckpt.state import step_state
 from trainckpt.state.adapters import ddp
 from trainckpt.state.capture import capture
 from trainckpt.state.dtensor import layout_of
@@ -104,14 +104,6 @@ def test_what_ranks_keep_of_each_other_is_read_into_memory_of_the_host():
     tensors, _ = step_state.read_small(memoryview(bytearray(b"".join(shard.blocks()))), "a file")
     assert {tensor.device.type for tensor in tensors.values()} == {"cpu"}
     assert len(tensors) > 1
-
-
-@pytest.mark.usefixtures("elsewhere")
-def test_memory_without_private_maps_is_the_host_s_too(monkeypatch):
-    monkeypatch.delattr(staging.mmap, "MAP_PRIVATE")  # some other system
-    memory = staging.private_memory(100)
-    memory[:] = bytes(range(100))
-    assert bytes(memory) == bytes(range(100))
 
 
 @pytest.mark.usefixtures("group", "elsewhere")

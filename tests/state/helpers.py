@@ -11,6 +11,7 @@ from trainckpt.state.capture import capture
 from trainckpt.state.captured import VALUES, Saved, parse_values
 from trainckpt.state.destination import Destination
 from trainckpt.state.registry import Registry
+from trainckpt.storage.file_io import private_memory
 
 
 def registry(**tracked):
@@ -21,7 +22,7 @@ def registry(**tracked):
     return found
 
 
-def shard_of(source, memory=staging.private_memory):
+def shard_of(source, memory=private_memory):
     """The state of a registry as one rank's shard file in memory."""
     captured = capture(source)
     layouts = captured.layouts(1)

@@ -20,12 +20,11 @@ from trainckpt.state.staging import (
     STREAM_BYTES,
     TensorsChanged,
     describe,
-    private_memory,
     stage,
     stream,
 )
 from trainckpt.state.values import UnknownValue
-from trainckpt.storage.file_io import populate
+from trainckpt.storage.file_io import populate, private_memory
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from trainckpt.storage.file_io import PAGE_BYTES, address, at_address, memory, populate
+from trainckpt.storage.file_io import PAGE_BYTES, address, at_address, populate, private_memory
 
 
 class Owner:
@@ -43,7 +43,7 @@ def test_whoever_looks_at_a_part_keeps_the_owner():
     ("first", "length"), [(0, 10), (1, 3), (5, 0), (0, 0), (4095, 8200), (9, 4096)]
 )
 def test_memory_is_made_without_a_change_wherever_it_begins(first, length):
-    whole = memory(5 * PAGE_BYTES)
+    whole = private_memory(5 * PAGE_BYTES)
     whole[:] = bytes(range(256)) * (len(whole) // 256)
     before = bytes(whole)
     populate(whole[first : first + length])

@@ -72,7 +72,7 @@ def destinations(places, misplaced=()):
     """Memory for parts of the file, filled with something else; some lies as its bytes do."""
     found = []
     for number, (begin, end) in enumerate(places):
-        into = file_io.memory(end - begin, begin + 8 * (number in misplaced))
+        into = file_io.private_memory(end - begin, begin + 8 * (number in misplaced))
         into[:] = b"#" * (end - begin)
         found.append((begin, into))
     return found

@@ -66,7 +66,7 @@ class Noting(Disk):
 
 def memory(random, num_bytes, address):
     """Random bytes at an address that is congruent to `address`."""
-    block = file_io.memory(num_bytes, address)
+    block = file_io.private_memory(num_bytes, address)
     block[:] = random.randbytes(num_bytes)
     return block
 

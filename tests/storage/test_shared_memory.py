@@ -147,7 +147,7 @@ def test_what_is_held_is_copied_wherever_it_lies(place, first_byte, lies_at):
     arena.publish(FOLDER, FILE)
     arena.close()
     held = place.held(FOLDER, FILE, len(data))
-    into = file_io.memory(len(data) - first_byte - 99, lies_at)
+    into = file_io.private_memory(len(data) - first_byte - 99, lies_at)
     held.fill(first_byte, into)
     assert bytes(into) == data[first_byte:-99]
     held.close()
@@ -159,7 +159,7 @@ CUT = """
     from trainckpt.storage.shared_memory import SharedMemoryDir
     held = SharedMemoryDir.found(sys.argv[1]).held(sys.argv[2], sys.argv[3])
     os.truncate(sys.argv[4], 500_000)
-    into = direct.memory(900_000)
+    into = direct.private_memory(900_000)
     try:
         held.fill(0, into)
     except OSError as error:

@@ -25,10 +25,10 @@ from trainckpt.attempt.log import logger
 from trainckpt.attempt.memory_budget import available_bytes, budget_bytes, copy_threads
 from trainckpt.format.names import SnapshotName, shard_file_name
 from trainckpt.state.device_copy import DeviceCopier
-from trainckpt.state.staging import Shard, private_memory
+from trainckpt.state.staging import Shard
 from trainckpt.storage import host_memory
 from trainckpt.storage.arena import Own, has_memfd
-from trainckpt.storage.file_io import copy_bytes
+from trainckpt.storage.file_io import copy_bytes, private_memory
 from trainckpt.storage.shared_memory import SharedMemoryDir
 
 if TYPE_CHECKING:

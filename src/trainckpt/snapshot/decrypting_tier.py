@@ -19,7 +19,7 @@ from trainckpt.encryption.encrypted_file import FOOTER_BYTES, TAG_BYTES, ChunkPo
 from trainckpt.encryption.keys import read_identities
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.names import SNAPSHOTS
-from trainckpt.storage.file_io import copy_bytes, memory
+from trainckpt.storage.file_io import copy_bytes, private_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -221,7 +221,7 @@ class _File:
             copy_bytes(target, kept[at : at + len(target)])
             return
         if chunk.number not in runs:
-            scratch = memory(chunk.num_bytes, chunk.stored_at)
+            scratch = private_memory(chunk.num_bytes, chunk.stored_at)
             runs[chunk.number] = _Run([chunk], scratch, [], [])
         run = runs[chunk.number]
         if number not in run.parts:
@@ -249,6 +249,6 @@ def check_all(tier: Readable, key: str, num_bytes: int) -> None:
         tier: A `DecryptingTier`.
         key, num_bytes: The file, and its plain length.
     """
-    scratch = memory(min(RUN_BYTES, num_bytes))
+    scratch = private_memory(min(RUN_BYTES, num_bytes))
     for at in range(0, num_bytes, RUN_BYTES):
         tier.read_into(key, at, scratch[: min(RUN_BYTES, num_bytes - at)])

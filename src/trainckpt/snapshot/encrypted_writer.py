@@ -20,7 +20,7 @@ from trainckpt.encryption.encrypted_file import TAG_BYTES, ChunkPosition, Encryp
 from trainckpt.format import digest, names
 from trainckpt.format.manifest import FileEntry, Plain
 from trainckpt.storage import file_io
-from trainckpt.storage.file_io import address, copy_bytes, memory
+from trainckpt.storage.file_io import address, copy_bytes, private_memory
 from trainckpt.storage.worker_pool import SerialWorker
 
 if TYPE_CHECKING:
@@ -223,9 +223,9 @@ class _SealedFile:
 
     def _passing(self, head: bytes, blocks: Iterator[memoryview]) -> Iterator[memoryview]:
         layout, number, filled = self.layout, 0, 0
-        plain = memory(min(layout.chunk_bytes, layout.body_bytes))
+        plain = private_memory(min(layout.chunk_bytes, layout.body_bytes))
         room = min(BLOCK_BYTES, layout.body_bytes)
-        sealed = memory(room + TAG_BYTES)
+        sealed = private_memory(room + TAG_BYTES)
         used = 0
         next(blocks)  # the head
         for block in blocks:

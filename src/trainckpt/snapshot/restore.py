@@ -20,7 +20,7 @@ from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import digest, names, shard_file
 from trainckpt.format.digest import Verified
 from trainckpt.snapshot.restore_plan import Planner, find, plan_restore, span
-from trainckpt.storage.file_io import FROM_BYTES, PAGE_BYTES, address, copy_bytes, memory
+from trainckpt.storage.file_io import FROM_BYTES, PAGE_BYTES, address, copy_bytes, private_memory
 from trainckpt.storage.worker_pool import Workers
 
 if TYPE_CHECKING:
@@ -237,9 +237,9 @@ class Batch:
             self.read()
             begin = first_byte % PAGE_BYTES
         if begin + num_bytes > SCRATCH_BYTES:
-            return memory(num_bytes, first_byte)
+            return private_memory(num_bytes, first_byte)
         if self._scratch is None:
-            self._scratch = memory(SCRATCH_BYTES)
+            self._scratch = private_memory(SCRATCH_BYTES)
         self._used = begin + num_bytes
         return self._scratch[begin : begin + num_bytes]
 
@@ -456,7 +456,7 @@ def _loads(
     put = None
     if into is None:
         first, last = hull(place, begin, end)
-        into = memory(last - first, place.first_byte + first)
+        into = private_memory(last - first, place.first_byte + first)
         put = RegionTarget(region, part, into[begin - first : end - first])
         begin, end = first, last
     return loads(place, begin, end, into, most), put

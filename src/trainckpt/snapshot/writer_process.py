@@ -32,7 +32,7 @@ from trainckpt.format import digest, shard_file
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot.encrypted_writer import SnapshotKey
 from trainckpt.snapshot.shard_writer import write_shard
-from trainckpt.storage.file_io import address, memory
+from trainckpt.storage.file_io import address, private_memory
 from trainckpt.storage.local import LocalTier
 from trainckpt.storage.store_errors import number_behind
 
@@ -152,7 +152,7 @@ class MappedShardFile:
     def __init__(self, header: ShardHeader, data: memoryview, told: KnownDigests) -> None:
         """`told`: digests from the rank; complete as soon as the file is."""
         self.header, self.memory, self._told = header, data, told
-        self.top = memory(header.header_bytes)
+        self.top = private_memory(header.header_bytes)
 
     @cached_property
     def digests(self) -> dict[str, str]:

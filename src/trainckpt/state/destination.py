@@ -14,9 +14,9 @@ import torch
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import shard_file
 from trainckpt.format.layout import whole
-from trainckpt.state.staging import TYPES, bytes_of, private_memory
+from trainckpt.state.staging import TYPES, bytes_of
 from trainckpt.state.values import DTYPES
-from trainckpt.storage.file_io import FROM_BYTES
+from trainckpt.storage.file_io import FROM_BYTES, private_memory
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -134,8 +134,7 @@ def _lying(box: Box, dtype: torch.dtype, first_byte: int, element: int) -> torch
     before = (first_byte - element * dtype.itemsize) % shard_file.PAGE_BYTES
     if num_bytes < FROM_BYTES or before % dtype.itemsize:
         return _empty(box.shape, dtype)
-    flat = private_memory(before + num_bytes)[before:]
-    return torch.frombuffer(flat, dtype=dtype).view(box.shape)
+    return torch.frombuffer(private_memory(num_bytes, before), dtype=dtype).view(box.shape)
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import mmap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -27,7 +26,8 @@ from trainckpt.format.shard_file import Region, ShardHeader
 from trainckpt.state.captured import add_values
 from trainckpt.state.device_copy import DeviceCopier, brought_back, new_buffer, on_host
 from trainckpt.state.overlap import PendingCopy
-from trainckpt.storage.file_io import at_address
+from trainckpt.state.packed_copies import as_bytes
+from trainckpt.storage.file_io import at_address, private_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -149,12 +149,12 @@ class StreamedShard:
 
     @torch.no_grad()
     def _chunks(self) -> Iterator[memoryview]:
-        size = min(STREAM_BYTES, self.header.data_bytes)
+        size = min(STREAM_BYTES, self.header.data_bytes) or 1
         locked = any(source.is_cuda for source in self.sources)
         buffers = itertools.cycle([_page_aligned(size, pinned=locked) for _ in range(2)])
         buffer, filled = next(buffers), 0
         for region, source in zip(self.header.regions, self.sources, strict=True):
-            flat, done = _flat(source), 0
+            flat, done = as_bytes(source if source.is_contiguous() else on_host(source)), 0
             seen = digest.RunningByBlock(shard_file.block_bytes(region.num_bytes))
             while done < flat.numel():
                 step = min(flat.numel() - done, buffer.numel() - filled)
@@ -292,21 +292,17 @@ def stream(
 @torch.no_grad()
 def digests_of(captured: Captured, regions: Iterable[Region]) -> dict[str, str]:
     """Return key -> digests by block of the live tensors' bytes, in the header's format."""
-    return {
-        region.key: _digests_of(
-            source_of(captured, region), shard_file.block_bytes(region.num_bytes)
-        )
-        for region in regions
-    }
-
-
-def _digests_of(source: torch.Tensor, block_bytes: int) -> str:
-    if source.is_cpu or not source.is_contiguous():
-        return digest.digests_by_block(bytes_of(source), block_bytes)
-    seen = digest.RunningByBlock(block_bytes)
-    for _, part in brought_back(source):
-        seen.update(bytes_of(part))
-    return seen.hexdigest()
+    digests = {}
+    for region in regions:
+        source, block = source_of(captured, region), shard_file.block_bytes(region.num_bytes)
+        if source.is_cpu or not source.is_contiguous():
+            digests[region.key] = digest.digests_by_block(bytes_of(source), block)
+            continue
+        seen = digest.RunningByBlock(block)
+        for _, part in brought_back(source):
+            seen.update(bytes_of(part))
+        digests[region.key] = seen.hexdigest()
+    return digests
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -314,11 +310,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
     The view keeps the tensor's memory alive.
     """
-    plain = tensor
-    if not (tensor.is_cpu and tensor.is_contiguous()):
-        plain = on_host(tensor)
-    size = plain.nbytes
-    return at_address(plain.data_ptr(), size, plain) if size else memoryview(b"")
+    plain = tensor if tensor.is_cpu and tensor.is_contiguous() else on_host(tensor)
+    return at_address(plain.data_ptr(), plain.nbytes, plain) if plain.nbytes else memoryview(b"")
 
 
 def _held(name: str, tensor: torch.Tensor, placed: Placed | None) -> Region:
@@ -359,30 +352,12 @@ def source_of(captured: Captured, region: Region) -> torch.Tensor:
     return tensor.narrow(0, region.offset[0] - first, region.shape[0])
 
 
-def _flat(source: torch.Tensor) -> torch.Tensor:
-    """Return the bytes, row-major; without a copy if contiguous."""
-    plain = source.detach() if source.is_contiguous() else source.detach().cpu().contiguous()
-    return plain.reshape(-1).view(torch.uint8)
-
-
-def private_memory(num_bytes: int) -> memoryview:
-    """Return fresh page-aligned memory of this process."""
-    return bytes_of(_page_aligned(num_bytes))
-
-
-def _page_aligned(num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
-    """Return fresh page-aligned memory for direct disk writes; `pinned`: for a GPU too.
-
-    It does not come from malloc, whose arenas would keep some for each calling thread.
-    """
-    if pinned or not hasattr(mmap, "MAP_PRIVATE"):
-        page = shard_file.PAGE_BYTES
-        memory = new_buffer(num_bytes + page, pinned=pinned)
-        first = -memory.data_ptr() % page
-        return memory[first : first + num_bytes]
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    fresh = mmap.mmap(-1, num_bytes or 1, flags=flags)
-    return torch.frombuffer(fresh, dtype=torch.uint8)[:num_bytes]
+def _page_aligned(num_bytes: int, *, pinned: bool) -> torch.Tensor:
+    """Return fresh page-aligned memory for direct disk writes; `pinned`: for a GPU too."""
+    if not pinned:
+        return torch.frombuffer(private_memory(num_bytes), dtype=torch.uint8)
+    memory = new_buffer(num_bytes + shard_file.PAGE_BYTES, pinned=True)
+    return memory[-memory.data_ptr() % shard_file.PAGE_BYTES :][:num_bytes]
 
 
 def _place(data: memoryview, region: Region) -> torch.Tensor:

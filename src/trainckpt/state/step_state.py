@@ -26,6 +26,7 @@ from trainckpt.state import staging
 from trainckpt.state.adapters.gradients import PART as GRADIENTS
 from trainckpt.state.captured import Captured
 from trainckpt.state.overlap import OverlappedCopy, PendingCopy
+from trainckpt.storage.file_io import private_memory
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -134,7 +135,7 @@ class HostBuffers:
         memory = self._memory[self._turn]
         if len(memory) < num_bytes:
             self._side.keep(memory, 0)
-            memory = self._memory[self._turn] = staging.private_memory(num_bytes)
+            memory = self._memory[self._turn] = private_memory(num_bytes)
         self._side.register(memory)
         return torch.frombuffer(memory, dtype=torch.uint8) if len(memory) else _no_bytes()
 

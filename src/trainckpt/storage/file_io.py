@@ -121,11 +121,12 @@ def copy_bytes(into: memoryview, data: memoryview) -> None:
         ctypes.memmove(target, source, len(data))
 
 
-def memory(num_bytes: int, first_byte: int = 0) -> memoryview:
-    """Return fresh memory, aligned like `num_bytes` from `first_byte` of a file."""
+def private_memory(num_bytes: int, first_byte: int = 0) -> memoryview:
+    """Return fresh memory of this process, aligned like `num_bytes` from `first_byte` of a file.
+
+    It does not come from malloc, whose arenas would keep some for each calling thread.
+    """
     before = first_byte % PAGE_BYTES
-    if not hasattr(mmap, "MAP_PRIVATE"):
-        return memoryview(bytearray(num_bytes))
     fresh = mmap.mmap(-1, before + num_bytes or 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return memoryview(fresh)[before : before + num_bytes]
 
@@ -133,7 +134,7 @@ def memory(num_bytes: int, first_byte: int = 0) -> memoryview:
 def buffers(num: int, num_bytes: int) -> list[memoryview]:
     """Return `num` fresh blocks of `num_bytes`, in huge pages if the system has them."""
     if num_bytes < HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return [memory(num_bytes) for _ in range(num)]
+        return [private_memory(num_bytes) for _ in range(num)]
     fresh = mmap.mmap(-1, num * num_bytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         fresh.madvise(mmap.MADV_HUGEPAGE)

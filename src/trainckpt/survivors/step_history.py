@@ -35,7 +35,6 @@ from trainckpt.state.capture import capture
 from trainckpt.state.device_copy import DeviceCopier
 from trainckpt.state.dynamo import untraced
 from trainckpt.state.overlap import only_stepped
-from trainckpt.state.staging import private_memory
 from trainckpt.state.step_state import (
     Gradients,
     HostCopies,
@@ -44,6 +43,7 @@ from trainckpt.state.step_state import (
     small_file,
     without_gradients,
 )
+from trainckpt.storage.file_io import private_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
