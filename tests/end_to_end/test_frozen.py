@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from tests.end_to_end.training import Crash, record
 from tests.state.helpers import frozen, registry, saved_of
 from trainckpt import Checkpointer
-from trainckpt.state.adapters import requires_grad as frozen_parameters
+from trainckpt.state.adapters.model import FROZEN
 
 
 def once(model, epoch):
@@ -106,6 +106,6 @@ def test_a_snapshot_of_an_older_version_says_nothing_of_it():
     model = nn.Linear(2, 2)
     saved = saved_of(registry(model=model))
     model.bias.requires_grad_(False)
-    assert frozen_parameters.changed(registry(model=model), saved) == {"model/bias": False}
-    del saved.values["model"][frozen_parameters.KEY]
-    assert frozen_parameters.changed(registry(model=model), saved) == {}
+    assert registry(model=model).models[0].frozen_otherwise(saved) == {"model/bias": False}
+    del saved.values["model"][FROZEN]
+    assert registry(model=model).models[0].frozen_otherwise(saved) == {}

@@ -29,7 +29,7 @@ from trainckpt.state import apply
 from trainckpt.state.adapters import fsdp
 from trainckpt.state.adapters.model import compare, copy
 from trainckpt.state.captured import Saved
-from trainckpt.state.registry import Registry
+from trainckpt.state.registry import RESERVED, Registry
 from trainckpt.state.restore_targets import find_targets
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def _register(contents: Contents, values: dict[str, Any], into: Any) -> Registry
     for name, value in into.items():
         registry.add(str(name), value)
     unknown = [name for name in registry.names() if name not in values]
-    tracked = sorted(name for name in values if name not in apply.OWN)
+    tracked = sorted(values.keys() - RESERVED)
     _refuse(contents, [f"{name} is not in the snapshot, which has {tracked}" for name in unknown])
     return registry
 

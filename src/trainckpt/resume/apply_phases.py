@@ -26,7 +26,6 @@ from trainckpt.errors import ConfigurationError, StateMismatch
 from trainckpt.format.cursor import Cursor
 from trainckpt.ranks import threads
 from trainckpt.state import apply, attributes
-from trainckpt.state.adapters import requires_grad
 from trainckpt.state.capture import LOADERS
 
 if TYPE_CHECKING:
@@ -139,7 +138,11 @@ class PhasedRestore:
             self._say_undone()
         self._position.restore(self._at, window=self._window, arrived=True)
         apply.apply_rng(self._registry, saved)
-        self._otherwise = requires_grad.changed(self._registry, saved)
+        self._otherwise = {
+            name: was
+            for model in self._registry.models
+            for name, was in model.frozen_otherwise(saved).items()
+        }
         self._hidden = apply.hidden_in_ddp(saved)
         watched = self._registry.watched
         drift = ResumeDrift(
@@ -210,10 +213,9 @@ class PhasedRestore:
         if self._position.cursor.micro_batches == self._at.micro_batches:
             return AS_SAVED  # an epoch's end
         otherwise, self._otherwise, self.under_way = self._otherwise, {}, False
-        return ResumeDrift(
-            requires_grad.still(self._registry, otherwise),
-            apply.in_another_ddp(self._registry, self._hidden),
-        )
+        now = self._registry.model_parameters()
+        still = {n: was for n, was in otherwise.items() if n in now and now[n].requires_grad == was}
+        return ResumeDrift(still, apply.in_another_ddp(self._registry, self._hidden))
 
     def _continue_at(self, loader: TrackedLoader | None) -> None:
         self._position.restore(self._at, window=self._window)

@@ -14,16 +14,11 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.errors import StateMismatch, TrainckptError
 from trainckpt.format import json_io
 from trainckpt.format.exactness import How, Restored
-from trainckpt.state import (
-    attributes,
-    epoch_head,
-    open_loaders,
-    plain_tensors,
-    script_generators,
-)
-from trainckpt.state.adapters import ddp, ddp_hooks, fsdp, gradients, rng, tracked_file
+from trainckpt.state import attributes, plain_tensors, script_generators
+from trainckpt.state.adapters import ddp, ddp_hooks, fsdp, gradients, rng
 from trainckpt.state.capture import DDP, FSDP, LOADERS
 from trainckpt.state.captured import Captured
+from trainckpt.state.registry import RESERVED
 from trainckpt.state.staging import tensor_digest
 
 if TYPE_CHECKING:
@@ -40,16 +35,6 @@ if TYPE_CHECKING:
 
 MODEL, OPTIMIZER, LOADER = "a model", "an optimizer", "a loader"
 OBJECT = "an object of another kind"
-# Parts of the values belonging to no tracked object.
-OWN = frozenset(
-    (
-        *(DDP, FSDP, LOADERS, attributes.PART, attributes.GENERATORS),
-        *(script_generators.PART, plain_tensors.PART),
-        epoch_head.PART,
-        open_loaders.PART,
-        *(gradients.PART, rng.PART, tracked_file.PART),
-    )
-)
 AS_IT_WAS = "run the script as it was, or start a new run in another place"
 OTHER_DATA = (
     "run the script with the loader as it was; to train on with other batches, start a new run in "
@@ -67,7 +52,7 @@ def check(registry: Registry, saved: Saved, snapshot: str) -> None:
     implied = {optimizer.name for optimizer in registry.optimizers if optimizer.implied}
     implied |= {generic.name for generic in registry.generics if generic.implied}
     live -= implied - saved.values.keys()
-    then = {name for name in saved.values if name not in OWN} - loaders_to_come(registry, saved)
+    then = saved.values.keys() - RESERVED - loaders_to_come(registry, saved)
     found = [f"{name} is tracked now, and not in the snapshot" for name in sorted(live - then)]
     found += [f"{name} is in the snapshot, and not tracked now" for name in sorted(then - live)]
     found += differences(registry, saved)

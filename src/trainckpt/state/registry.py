@@ -21,7 +21,7 @@ from trainckpt.state import (
     plain_tensors,
     script_generators,
 )
-from trainckpt.state.adapters import ddp, ddp_hooks, fsdp
+from trainckpt.state.adapters import ddp, ddp_hooks, fsdp, gradients, rng, tracked_file
 from trainckpt.state.adapters.ddp import inner_optimizer, unwrap, unwrap_optimizer
 from trainckpt.state.adapters.loader import LoaderState
 from trainckpt.state.adapters.model import ModelState, keeps_own_state
@@ -33,10 +33,11 @@ from trainckpt.state.adapters.stateful import (
     live_objects,
     metrics_in,
 )
-from trainckpt.state.adapters.tracked_file import PART as FILES
 from trainckpt.state.adapters.tracked_file import TrackedFile
 from trainckpt.state.adapters.unsupported import refuse
 from trainckpt.state.attributes import Watched
+from trainckpt.state.capture import DDP, FSDP, LOADERS
+from trainckpt.state.captured import VALUES
 from trainckpt.state.dtensor import training_device
 from trainckpt.state.plain_tensors import PlainTensors
 
@@ -45,12 +46,12 @@ if TYPE_CHECKING:
 
     from trainckpt.data.loader import TrackedLoader
 
+# Parts of a snapshot belonging to no tracked object.
 RESERVED = frozenset(
     (
-        *("gradients", "rng", "ddp", "fsdp", "loaders", "values.json"),
-        *(FILES, attributes.PART, attributes.GENERATORS, script_generators.PART, epoch_head.PART),
-        plain_tensors.PART,
-        open_loaders.PART,
+        *(DDP, FSDP, LOADERS, VALUES, gradients.PART, rng.PART, tracked_file.PART),
+        *(attributes.PART, attributes.GENERATORS, script_generators.PART),
+        *(epoch_head.PART, plain_tensors.PART, open_loaders.PART),
     )
 )
 
@@ -125,9 +126,10 @@ class Registry:
             tracked = [g.target for g in self.generics if isinstance(g.target, MetricState)]
             metrics = metrics_in(model.module)
             if any(not any(t.holds(metric) for t in tracked) for metric in metrics):
-                name, state = f"{model.name}.metrics", MetricState(partial(_named, model))
-                self._claim(name, state)
-                self.generics.append(GenericState(name, state, implied=True))
+                state = MetricState(partial(dict, {"": model.module}))
+                implied = GenericState(f"{model.name}.metrics", state, implied=True)
+                self._claim(implied.name, state)
+                self.generics.append(implied)
         self._add_inner_optimizers()
 
     @cached_property
@@ -300,10 +302,6 @@ class Registry:
     def _identity(value: object) -> int:
         value = unwrap(value) if isinstance(value, nn.Module) else unwrap_optimizer(value)
         return id(value)
-
-
-def _named(model: ModelState) -> dict[str, nn.Module]:
-    return {"": model.module}
 
 
 def _is_like_a_metric(module: nn.Module) -> bool:

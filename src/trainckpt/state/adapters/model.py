@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from trainckpt.state import dtensor, tensor_subclasses
-from trainckpt.state.adapters import ddp, fsdp, requires_grad
+from trainckpt.state.adapters import ddp, fsdp
 from trainckpt.state.captured import in_memory_order, inner_tensors, memory_order
 from trainckpt.state.parallel_copy import CopyBatch
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _KEPT = "_trainckpt_keeps_its_state"
+FROZEN = "frozen"  # parameters without `requires_grad`: compared, never restored
 
 
 class Owner(NamedTuple):
@@ -147,7 +148,7 @@ class ModelState:
         }
         out.values[self.name] = {"tied": self._tied(), "extra": extra, **self._of_buffers()}
         out.values[self.name]["orders"] = orders
-        out.values[self.name][requires_grad.KEY] = requires_grad.capture(parameters)
+        out.values[self.name][FROZEN] = [n for n, p in parameters if not p.requires_grad]
         if found := self._subclasses():
             out.values[self.name]["subclasses"] = found
         if self.excluded:
@@ -220,6 +221,21 @@ class ModelState:
         if not found and tied_then != self._tied():
             found.append(f"{self.name}: tied names were {tied_then}, are {self._tied()}")
         return sorted(found)
+
+    def frozen_otherwise(self, saved: Saved) -> dict[str, bool]:
+        """Return name -> frozen then, for each parameter with another `requires_grad` now.
+
+        Freezing is the script's own doing. If it unfreezes a layer only at the start of some epoch,
+        a later resume trains on with that layer frozen. Older releases did not save it.
+        """
+        if FROZEN not in saved.values[self.name]:
+            return {}
+        frozen = set(saved.values[self.name][FROZEN])
+        return {
+            name: name in frozen
+            for name, parameter in self.parameters()
+            if parameter.requires_grad == (name in frozen) and name not in saved.left
+        }
 
     @torch.no_grad()
     def apply_parameters(self, saved: Saved) -> None:
