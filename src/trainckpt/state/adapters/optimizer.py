@@ -83,15 +83,14 @@ class OptimizerState:
 
     def restored(self, saved: Saved) -> list[Restored]:
         """Return the parts missing from a snapshot of an older release."""
-        return [Restored(self.name, How.NOT_KEPT, sentence) for sentence in self._lost(saved)]
-
-    def _lost(self, saved: Saved) -> list[str]:
         if self.implied and self.name not in saved.values:
-            return [f"the state of {self.name} is not in the snapshot"]
-        if _number(self.optimizer) is None or "number" in saved.values[self.name]:
+            lost = f"the state of {self.name} is not in the snapshot"
+        elif _number(self.optimizer) is None or "number" in saved.values[self.name]:
             return []
-        owner, name = _NUMBERS[_defined_in(self.optimizer)]
-        return [f"the {name} of {self.name}'s {owner} begins anew: the snapshot does not hold it"]
+        else:
+            owner, name = _NUMBERS[_defined_in(self.optimizer)]
+            lost = f"the {name} of {self.name}'s {owner} begins anew: the snapshot does not hold it"
+        return [Restored(self.name, How.NOT_KEPT, lost)]
 
     def capture(self, out: Captured, names: Mapping[int, str]) -> None:
         """Add groups and per-parameter state; `names` maps id(parameter) to its full name."""
@@ -181,16 +180,14 @@ class OptimizerState:
     def add_groups(self, saved: Saved, parameters: Mapping[str, torch.Tensor]) -> None:
         """Add the snapshot's groups not made yet by the script; `parameters` by full name."""
         missing = saved.values[self.name]["groups"][len(self.optimizer.param_groups) :]
-        if missing:
-            self.added = len(missing)
-            groups = [([parameters[n] for n in g["params"]], g["options"]) for g in missing]
-            add(
-                self.optimizer,
-                [
-                    (held, saved.decode(options, held[0].device if held else None))
-                    for held, options in groups
-                ],
-            )
+        self.added += len(missing)
+        groups = []
+        for group in missing:
+            held = [parameters[name] for name in group["params"]]
+            options = saved.decode(group["options"], held[0].device if held else None)
+            groups.append((held, options))
+        if groups:
+            add(self.optimizer, groups)
 
     @torch.no_grad()
     def apply(self, saved: Saved, names: Mapping[int, str]) -> None:
@@ -214,69 +211,47 @@ class OptimizerState:
                     live.copy_(value)  # schedulers and graphs may refer to this very tensor
                 else:
                     group[key] = value
-        known, copies = self._names(names), CopyBatch()
-        before = dict(self.optimizer.state)
-        self.optimizer.state.clear()
-        put, self._put = self._put, {}
-        made: dict[str, torch.Tensor] = {}
-        for parameter in self.parameters():
-            items = stored["state"].get(known[id(parameter)])
-            if items is not None:
-                live = before.get(parameter, {})
-                self.optimizer.state[parameter] = {
-                    (key := saved.decode(coded)): self._value(
-                        saved,
-                        value,
-                        parameter=parameter,
-                        key=key,
-                        put=put,
-                        live=live.get(key),
-                        copies=copies,
-                        made=made,
-                    )
-                    for coded, value in items
-                }
-        copies.run(saved.num_threads)
+        self._apply_state(saved, names)
         for key, value in stored.get("own", ()):
             self.optimizer.state[saved.decode(key)] = saved.decode(value)
         if "number" in stored and (number := _number(self.optimizer)) is not None:
             holder, attribute = number
             setattr(holder, attribute, saved.decode(stored["number"]))
 
-    def _value(
-        self,
-        saved: Saved,
-        tree: Any,
-        *,
-        parameter: torch.Tensor,
-        key: Any,
-        put: Mapping[tuple[int, Any], torch.Tensor],
-        live: Any,
-        copies: CopyBatch,
-        made: dict[str, torch.Tensor],
-    ) -> Any:
-        """Return one saved value, in the tensor of the last `apply` if still in use.
+    def _apply_state(self, saved: Saved, names: Mapping[int, str]) -> None:
+        """Replace the state of every parameter.
 
-        State is applied twice: on resume, and at the first boundary. `made`: tensors by name.
-        Parameters with one shared state tensor share it again.
+        State is applied twice: on resume, and at the first boundary. The second time fills the
+        tensors of the first if they are still in use.
         """
-        where = id(parameter), key
-        name = tree.get("$tensor", "") if isinstance(tree, dict) else ""
-        if name in made:
-            self._put[where] = made[name]
-            return made[name]
-        ours = isinstance(live, torch.Tensor) and live is put.get(where)
-        if ours and saved.put_again(tree, live, copies):
-            value = live
-        else:
-            # a script may resize it: then it must be torch's own memory
-            as_large = saved.shapes.get(name) == tuple(parameter.shape)
-            value = saved.make(tree, parameter.device, copies, gives=as_large)
-        if type(value) is torch.Tensor:
-            self._put[where] = value
-            if name:
-                made[name] = value
-        return value
+        stored, known = saved.values[self.name]["state"], self._names(names)
+        before, copies = dict(self.optimizer.state), CopyBatch()
+        self.optimizer.state.clear()
+        earlier, self._put = self._put, {}
+        made: dict[str, torch.Tensor] = {}  # by name: parameters may share one state tensor
+        for parameter in self.parameters():
+            if known[id(parameter)] not in stored:
+                continue
+            live = before.get(parameter, {})
+            state = self.optimizer.state[parameter] = {}
+            for coded, tree in stored[known[id(parameter)]]:
+                key = saved.decode(coded)
+                place = id(parameter), key
+                name = tree.get("$tensor", "") if isinstance(tree, dict) else ""
+                value: Any = earlier.get(place)
+                is_in_use = value is not None and value is live.get(key)
+                if name in made:
+                    value = made[name]
+                elif not (is_in_use and saved.put_again(tree, value, copies)):
+                    # a script may resize it: then it must be torch's own memory
+                    as_large = saved.shapes.get(name) == tuple(parameter.shape)
+                    value = saved.make(tree, parameter.device, copies, gives=as_large)
+                if type(value) is torch.Tensor:
+                    self._put[place] = value
+                    if name:
+                        made[name] = value
+                state[key] = value
+        copies.run(saved.num_threads)
 
     def settled(self) -> None:
         """Forget the restored tensors: nothing is applied any more."""
@@ -373,8 +348,7 @@ def _is_number(value: Any) -> bool:
 def _changed(
     then: list[dict[str, Any]], now: list[dict[str, Any]], old_word: str, new_word: str
 ) -> list[str]:
-    """Return "lr 0.1 then, 0.2 now" for each changed number among the options of groups, each
-    once."""
+    """Return "lr 0.1 then, 0.2 now" for each changed number among the groups' options, once."""
     found = [
         f"{key} {old[key]} {old_word}, {new[key]} {new_word}"
         for old, new in zip(then, now, strict=False)
