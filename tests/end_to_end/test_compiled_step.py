@@ -10,7 +10,7 @@ import torch
 from tests.end_to_end.overlapped import Loop, Model, adam, as_saved
 from trainckpt.save import coordinator, copying
 from trainckpt.save.copying import OVERLAP
-from trainckpt.state.dynamo import untraced
+from trainckpt.state.step_hooks import untraced
 
 
 @pytest.fixture(autouse=True)

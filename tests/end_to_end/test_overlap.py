@@ -23,9 +23,9 @@ from trainckpt.state.overlap import (
     OverlappedCopy,
     PendingCopy,
     StepFence,
-    calls_hooks,
 )
 from trainckpt.state.registry import Registry
+from trainckpt.state.step_hooks import calls_hooks
 from trainckpt.state.zero_copy import AdoptedTensors
 
 

@@ -17,8 +17,8 @@ import torch
 
 from trainckpt.attempt.log import logger
 from trainckpt.format.cursor import Cursor
-from trainckpt.state.adapters.optimizer import counted_optimizer, inner_optimizers
-from trainckpt.state.dynamo import untraced
+from trainckpt.state.adapters.optimizer import inner_optimizers
+from trainckpt.state.step_hooks import counted_optimizer, untraced
 
 if TYPE_CHECKING:
     from trainckpt.data.loader import TrackedLoader

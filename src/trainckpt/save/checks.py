@@ -29,14 +29,10 @@ from trainckpt.errors import ConfigurationError
 from trainckpt.format.digest import compact
 from trainckpt.format.exactness import How, Restored
 from trainckpt.run_directory.validate import RANKS_TIMEOUT_S
-from trainckpt.state.adapters.optimizer import (
-    cannot_be_added,
-    counted_optimizer,
-    inner_optimizers,
-)
+from trainckpt.state.adapters.optimizer import cannot_be_added, inner_optimizers
 from trainckpt.state.capture import must_be_storable
-from trainckpt.state.dynamo import untraced
 from trainckpt.state.state_size import weigh
+from trainckpt.state.step_hooks import counted_optimizer, untraced
 from trainckpt.storage.fs_probe import free_bytes
 from trainckpt.storage.local import LocalTier
 

@@ -183,7 +183,7 @@ class SavePlanCache:
 
     def _make(self, captured: Captured, equal: Sequence[str]) -> CachedSavePlan:
         layouts = replicas.split_layouts(captured, set(equal), self._world)
-        regions = staging.held(captured, layouts)
+        regions = staging.regions_of(captured, layouts)
         entries = {r.tensor: TensorEntry(r.dtype, r.of, layouts.get(r.tensor)) for r in regions}
         return CachedSavePlan(plan_save(regions, layouts, rank=self._rank), entries)
 

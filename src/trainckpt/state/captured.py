@@ -85,7 +85,7 @@ class Captured:
             return {"$tensor": name, "device": device, "sparse": shape, "parts": parts}
         while name in self.tensors:  # paths of the state can meet: {"a.b": x, "a": {"b": y}}
             name += "'"
-        self.tensors[name] = _resolved(dense(tensor, name))
+        self.tensors[name] = dense(tensor, name).resolve_conj().resolve_neg()
         if group:
             self.groups[name] = group
         node = {"$tensor": name, "device": "cpu" if tensor.is_cpu else tensor.device.type}
@@ -128,7 +128,9 @@ class Captured:
             "$tensor": name,
             "subclass": tensor_subclasses.name_of(kind),
             "inner": inner,
-            "parts": [part for node in inner.values() for part in parts_of(node)],
+            "parts": [
+                part for node in inner.values() for part in node.get("parts", [node["$tensor"]])
+            ],
             "context": values.encode(
                 flat.context, f"{name}#context", tensor_subclasses.refuse_tensor
             ),
@@ -321,11 +323,6 @@ def dense(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return tensor.detach()
 
 
-def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same values, a copy if the memory is conjugated or negated."""
-    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
-
-
 def memory_order(tensor: torch.Tensor) -> list[int]:
     """Return the dimensions from slowest to fastest in memory; [] for row-major, gaps or overlaps.
 
@@ -360,12 +357,6 @@ def inner_tensors(tensor: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
     for attribute, inner in flat.inner.items():
         found.update(inner_tensors(inner, f"{name}#{attribute}"))
     return found
-
-
-def parts_of(node: dict[str, Any]) -> list[str]:
-    """Return the names of the stored tensors of a node."""
-    parts: list[str] = node.get("parts", [node["$tensor"]])
-    return parts
 
 
 # ---- the values of a rank, stored as one tensor of JSON bytes

@@ -25,7 +25,7 @@ import xxhash
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trainckpt.state.device_copy import DeviceCopier
-from trainckpt.state.dynamo import untraced
+from trainckpt.state.step_hooks import calls_hooks, untraced
 from trainckpt.storage.file_io import at_address
 
 if TYPE_CHECKING:
@@ -66,16 +66,6 @@ def only_stepped(captured: Captured, registry: Registry, kinds: Collection[str] 
     groups = {o.name for o in hooked}
     names = found | {name for name, group in captured.groups.items() if group in groups}
     return {n for n in names & captured.tensors.keys() if _can(captured.tensors[n], kinds)}
-
-
-def calls_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if the optimizer's `step` calls the pre-step hooks: an instance's own may not.
-
-    Torch's learning rate schedulers set an instance `step` with the hooks in it.
-    """
-    own = vars(optimizer).get("step")
-    passes = own is None or hasattr(own, "_wrapped_by_lr_sched")
-    return passes and hasattr(type(optimizer).step, "hooked")
 
 
 class OverlappedCopy:

@@ -6,13 +6,13 @@ import mmap
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from trainckpt.state import device_copy
 from trainckpt.storage.worker_pool import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     from trainckpt.state.zero_copy import VerifiedTensor
 
@@ -45,33 +45,24 @@ class CopyBatch:
                 self._parts.append(partial(into[at : at + step].copy_, data[at : at + step]))
 
     def run(self, num_threads: int) -> None:
-        """Make all copies, and return when they are complete."""
-        uploads, self._uploads = self._uploads, []
-        self._make(num_threads)
-        device_copy.upload(uploads)
-
-    def _make(self, num_threads: int) -> None:
-        parts, self._parts = self._parts, []
-        if num_threads < 2 or len(parts) < 2:
-            for part in parts:
+        """Make all copies, and return when they are complete. Call it once."""
+        if num_threads < 2 or len(self._parts) < 2:
+            for part in self._parts:
                 part()
-            return
-        import torch
-
-        with Workers(num_threads, "trainckpt-copy") as workers:  # without the interpreter's lock
-            # In a forked process the first call remakes torch's pool; two calls at once fail
-            # ("Invalid thread pool!"). To set the number here would change MKL's mode as well.
-            workers.submit(torch.get_num_threads)
-            workers.settle()
-            for part in parts:
-                workers.submit(part)
-            workers.settle()
+        else:
+            with Workers(num_threads, "trainckpt-copy") as workers:  # without the interpreter lock
+                # In a forked process the first call remakes torch's pool; two calls at once fail
+                # ("Invalid thread pool!"). To set the number here would change MKL's mode as well.
+                workers.submit(torch.get_num_threads)
+                workers.settle()
+                for part in self._parts:
+                    workers.submit(part)
+                workers.settle()
+        device_copy.upload(self._uploads)
 
 
 def as_copied(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or its bytes for types of less than 8 bits: torch cannot copy those."""
-    import torch
-
     name = str(tensor.dtype).removeprefix("torch.")
     return tensor.view(torch.uint8) if name in _NOT_COPIED else tensor
 

@@ -176,13 +176,13 @@ def describe(captured: Captured, layouts: Collection[str]) -> list[Region]:
     A tensor without a layout is this rank's own: its region is the whole tensor.
     """
     add_values(captured)
-    return held(captured, layouts)
+    return regions_of(captured, layouts)
 
 
-def held(captured: Captured, layouts: Collection[str]) -> list[Region]:
+def regions_of(captured: Captured, layouts: Collection[str]) -> list[Region]:
     """Return the regions as `describe` does, with the values added already."""
     return [
-        _held(name, tensor, captured.placed.get(name) if name in layouts else None)
+        _region(name, tensor, captured.placed.get(name) if name in layouts else None)
         for name, tensor in captured.tensors.items()
     ]
 
@@ -314,7 +314,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return at_address(plain.data_ptr(), plain.nbytes, plain) if plain.nbytes else memoryview(b"")
 
 
-def _held(name: str, tensor: torch.Tensor, placed: Placed | None) -> Region:
+def _region(name: str, tensor: torch.Tensor, placed: Placed | None) -> Region:
     box, of = whole(tuple(tensor.shape)), tuple(tensor.shape)
     if placed is not None:
         box, of = placed.box, placed.shape

@@ -33,8 +33,8 @@ from trainckpt.snapshot.save_plan import equal_groups, plan_save
 from trainckpt.state import replicas, staging
 from trainckpt.state.capture import capture
 from trainckpt.state.device_copy import DeviceCopier
-from trainckpt.state.dynamo import untraced
 from trainckpt.state.overlap import only_stepped
+from trainckpt.state.step_hooks import untraced
 from trainckpt.state.step_state import (
     Gradients,
     HostCopies,
@@ -363,7 +363,7 @@ class StepHistory:
                 self._channel.forget([f"{before}/{self._rank}", *others])
             self._compared = self._number
             layouts = replicas.split_layouts(captured, set(equal), self._world)
-            regions = tuple(r for r in staging.held(captured, layouts) if r.tensor in layouts)
+            regions = tuple(r for r in staging.regions_of(captured, layouts) if r.tensor in layouts)
             entries = {r.tensor: TensorEntry(r.dtype, r.of, layouts[r.tensor]) for r in regions}
             self.replicated = ReplicatedState(facts, layouts, regions, entries)
         assert self.replicated is not None

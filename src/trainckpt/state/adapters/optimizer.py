@@ -281,16 +281,6 @@ class OptimizerState:
         return known
 
 
-def counted_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    """Return the optimizer with working step hooks: itself, or an inner one.
-
-    Torch installs the hooks in `Optimizer.__init__`, skipped by some wrappers. None: neither calls
-    them.
-    """
-    tried = (optimizer, *(inner for _, inner in inner_optimizers(optimizer)))
-    return next((one for one in tried if hasattr(type(one).step, "hooked")), None)
-
-
 def _tells_more(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if its state_dict may have state not captured here."""
     is_plain = _defined_in(optimizer).startswith(_PLAIN_PACKAGES)
