@@ -144,7 +144,8 @@ def test_a_stream_whose_buffer_is_lost_is_loaded_again(kind):
 
     want = d.straight(make)
     for stop in (2, 3, 6, 7, 8, 9, 10, 13, 14, 15, 16, 18):
-        if 0 < (stop - 1) % 7 < 6:  # after a pass's last batch nothing is needed
+        # the first four batches are loaded again anyway; after the last one nothing is needed
+        if 4 < (stop - 1) % 7 < 6:
             with pytest.warns(UserWarning, match=f"train: the state of {kind.__name__} does not"):
                 before, after = d.interrupted(make, stop)
         else:

@@ -77,25 +77,17 @@ class StatefulStream:
         self._asks_before_first_pass = asks
         self._as_made: _AsMade | None = None
         self.last_end: list[Any] | None = None
-        self._path_to_pass: Callable[[], Any] = lambda: (
-            None
-        )  # leads to the pass prepared by `begin_pass`
+        # leads to the pass prepared by `begin_pass`
+        self._path_to_pass: Callable[[], Any] = lambda: None
         self._resumed = False  # a state was loaded in the middle of the running pass
         self._between: tuple[Any, bool] | None = None  # the last pass's end; True if it ran out
-
-    def restart_pass(self, state: Any, last_end: list[Any] | None) -> None:
-        """Let the next `iter` begin the running pass again.
-
-        Args:
-            state: A state inside that pass.
-            last_end: Value of `last_end` in that pass.
-        """
-        self.ways_to_restart(state, last_end)[0]()
 
     def ways_to_restart(self, state: Any, last_end: list[Any] | None) -> list[Callable[[], None]]:
         """Return functions that let the next `iter` begin the running pass again, the best first.
 
-        Arguments as those of `restart_pass`.
+        Args:
+            state: A state inside that pass.
+            last_end: Value of `last_end` in that pass.
         """
         if last_end is not None:
             return [functools.partial(self._restart_after, last_end)]
@@ -346,8 +338,8 @@ _SAMPLES, _STATE, _ALL = 1, 2, 3
 
 
 def _score(seen: SeenSamples, expected: SeenSamples) -> int:
-    score = _SAMPLES if _equal(seen.samples, expected.samples) else 0
-    return score + (_STATE if _equal(seen.state, expected.state) else 0)
+    score = _SAMPLES if are_equal(seen.samples, expected.samples) else 0
+    return score + (_STATE if are_equal(seen.state, expected.state) else 0)
 
 
 def _copy_sample(sample: Any) -> Any:
@@ -363,8 +355,8 @@ def load(dataset: Any, state: Any) -> None:
     dataset.load_state_dict(copy.deepcopy(state))  # the iterable may modify its argument later
 
 
-def _equal(one: Any, other: Any) -> bool:
-    """Return `_same`; incomparable values are unequal."""
+def are_equal(one: Any, other: Any) -> bool:
+    """Return True if two values are equal, tensors to the last element; False if incomparable."""
     try:
         return _same(one, other)
     except Exception:  # noqa: BLE001 - as above

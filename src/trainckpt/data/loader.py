@@ -21,10 +21,10 @@ here too 3 comes before 2.
 Without a load_state the draws are those of the plain loader, one by one. Only the training thread
 may iterate, save or load; one pass runs at a time.
 
-`LoadedPass` detects that a loop left the pass in the middle of which a state was loaded. `zip`
-asks the first loader first. Suppose the run stopped at that loader's last batch. After the resume
-both loaders are in their saved passes, the first one ends at once, and the second one is never
-asked. A dropped iterator is then the only sign of the second loader's abandoned pass.
+A loop may leave a loaded pass without a request. `zip` asks the first loader first. Suppose the run
+stopped at that loader's last batch. After the resume both loaders are in their saved passes, the
+first one ends at once, and the second one is never asked. A dropped iterator is then the only sign
+of the second loader's abandoned pass.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import dis
 import sys
 import warnings
 import weakref
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainckpt.data import resharding, state_differences
@@ -90,7 +90,6 @@ class TrackedLoader:
         total_batches, total_samples: Returned since this object was made, over all passes.
         after_fetch: Called with every batch before it is returned.
         early_draws: Called at each `iter()` and before each batch, until it is over.
-        loaded_pass: The pass in the middle of which a state was loaded.
     """
 
     def __init__(
@@ -120,7 +119,8 @@ class TrackedLoader:
         self.after_fetch = after_fetch
         self._early_draws = early_draws
         self._report: Report = report or _warn
-        self.loaded_pass = LoadedPass()
+        self._loaded_pass: int | None = None  # its number, if a state was loaded in its middle
+        self._first_iterator: weakref.ref[TrackedIterator] | None = None  # since that load
         self._history = PassHistory()
         # the last pass that is compared with the history, by its number
         self._last_compared_pass = 0
@@ -163,29 +163,17 @@ class TrackedLoader:
     @property
     def padding(self) -> int:
         """Ids trained again, over all ranks, to even out the ranks in this or the last pass."""
-        dealer, deal = self._source.resharder, self._source.assignment
-        return 0 if isinstance(dealer, str) or deal is None else dealer.padding(deal)
-
-    @property
-    def padding_ids(self) -> list[int]:
-        """The ids trained again. Computing them takes as long as shuffling the epoch."""
-        dealer, deal = self._source.resharder, self._source.assignment
-        return [] if isinstance(dealer, str) or deal is None else dealer.padding_ids(deal)
-
-    def remaining_batches(self) -> int:
-        """Return the batches left of this pass or, between passes, the length of the next one."""
-        dealer, deal = self._source.resharder, self._source.assignment
-        if not self.in_pass:
-            return len(self)
-        if isinstance(dealer, str) or deal is None:
-            return len(self) - self.batches
-        return dealer.batches(deal) - self._source.progress.position
+        resharder, assignment = self._source.resharder, self._source.assignment
+        if isinstance(resharder, str) or assignment is None:
+            return 0
+        return resharder.padding(assignment)
 
     def __iter__(self) -> TrackedIterator:
         if self._early_draws is not None and not self._early_draws.is_over:
             self._early_draws.on_iter()
         iterator = TrackedIterator(self)
-        self.loaded_pass.record_iterator(iterator)
+        if self._first_iterator is None:
+            self._first_iterator = weakref.ref(iterator)
         return iterator
 
     def __len__(self) -> int:
@@ -217,11 +205,10 @@ class TrackedLoader:
         if state["kind"] != self._source.kind:
             raise StateMismatch(f"{self.name} cannot go on", differences)
         self._active_ticket = None
-        history = None if differences else state.get("passes")
-        self._history = PassHistory(**(history or {}))
-        self._last_compared_pass = (
-            state["passes_started"] + _COMPARED - state["in_pass"] if history else 0
-        )
+        history = {} if differences else state.get("passes", {})
+        self._history = PassHistory(**history)
+        last_compared = state["passes_started"] + _COMPARED - state["in_pass"]
+        self._last_compared_pass = last_compared if history else 0
         self._source.load(state)
         self.batches, self.passes_started = state["batches"], state["passes_started"]
         self.in_pass, self.exhausted = state["in_pass"], state["exhausted"]
@@ -229,7 +216,7 @@ class TrackedLoader:
         self._epoch_start = state.get("epoch_start")
         earlier = state.get("run_samples")
         self._earlier_samples = None if earlier is None else earlier - self.total_samples
-        self.loaded_pass.record_load(self)
+        self._record_load()
 
     def record_window_start(self) -> None:
         """Record that an optimizer window begins here: another world will resume from this batch.
@@ -266,15 +253,15 @@ class TrackedLoader:
                 f"{self.name} cannot go on with another number of ranks", differences
             )
         self._active_ticket = None
-        self._window_start = mark = state["window"]
-        self._loader_source().load_in_other_world(mark)
-        self.batches, self.passes_started = mark["batches"], mark["passes_started"]
-        self.in_pass, self.exhausted = mark["in_pass"], mark["exhausted"]
+        self._window_start = window = state["window"]
+        self._loader_source().load_in_other_world(window)
+        self.batches, self.passes_started = window["batches"], window["passes_started"]
+        self.in_pass, self.exhausted = window["in_pass"], window["exhausted"]
         self._earlier_samples = None  # the state may be another rank's
         self._history, self._last_compared_pass = PassHistory(), 0
         self._epoch_start = state.get("epoch_start")
         self._pending = {**self._build_state(between=True), "elsewhere": True}
-        self.loaded_pass.record_load(self)
+        self._record_load()
 
     def run_samples(self, fallback: int) -> int:
         """Return this rank's samples since the run began.
@@ -296,17 +283,16 @@ class TrackedLoader:
             processes: Number of processes in the saved run and now. If given, rank-unaware samplers
                 under several processes are named.
         """
-        mark = state.get("window")
-        is_between_passes = mark is not None and not (mark["in_pass"] or mark["begun"])
+        window = state.get("window")
+        is_between_passes = window is not None and not (window["in_pass"] or window["begun"])
         if is_between_passes and self.on_boundary is None:
             processes = None  # no batch of it is left to share: an evaluation loader, say
         return resharding.differences(self.name, state, self._source.resharder, processes)
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         """Return each mismatch that makes a saved state inexact here, one sentence each."""
-        return state_differences.differences(
-            self.name, state, self._source.kind, self._current_facts()
-        )
+        facts = {**self._source.facts(), **self._lengths}
+        return state_differences.differences(self.name, state, self._source.kind, facts)
 
     def problems(self) -> list[Restored]:
         """Return the parts of this loader that cannot be exact."""
@@ -319,12 +305,23 @@ class TrackedLoader:
             )
         return [Restored(self.name, How.NOT_KEPT, sentence) for sentence in problems]
 
+    def _record_load(self) -> None:
+        self._loaded_pass = self.passes_started if self.in_pass else None
+        self._first_iterator = None
+
+    @property
+    def _ended_loaded_pass(self) -> bool:
+        is_in_it = self.in_pass and self.passes_started == self._loaded_pass
+        return self._loaded_pass is not None and not is_in_it
+
     def _abandon_if_dropped(self) -> None:
         """Leave a pass without boundaries once its iterator was dropped: its loop is over."""
         if self.on_boundary is not None:
             return
         if self._pending is not None:
-            if self.in_pass and self.loaded_pass.was_abandoned(self._leader):
+            leader, first = self._leader, self._first_iterator
+            is_dropped = first is not None and first() is None
+            if self.in_pass and is_dropped and leader is not None and leader._ended_loaded_pass:
                 self._begin()
                 self.abandon_pass()
         elif self._active_iterator is not None and self._active_iterator() is None:
@@ -381,20 +378,17 @@ class TrackedLoader:
         saved = self._pending
         resumes_in_pass = saved is not None and saved["in_pass"]
         restores_rng_first = saved is not None and (not resumes_in_pass or saved.get("elsewhere"))
-        if (
-            restores_rng_first
-            and self._call_before_first_fetch()
-            and saved
-            and not saved.get("elsewhere")
-        ):
-            self._source.undo_draws(saved)
+        if restores_rng_first:
+            are_restored = self._call_before_first_fetch()
+            if are_restored and saved is not None and not saved.get("elsewhere"):
+                self._source.undo_draws(saved)
         batches = self._source.start() if saved is None else self._resume_pass(saved)
         self._pending = None
         self._samples_before = self.samples
         if not resumes_in_pass:
             facts = self._source.facts()
             self._facts = {**facts, **self._lengths}
-            self._history = self._history.begin(announced(facts))
+            self._history = replace(self._history, announced=announced(facts))
             self.batches, self.exhausted = 0, False
             self.passes_started += 1
             if self._window_start is not None and self._source.assignment is not None:
@@ -407,10 +401,11 @@ class TrackedLoader:
         return batches
 
     def _resume_pass(self, saved: dict[str, Any]) -> Iterator[Any]:
-        if saved.get("elsewhere") and (
-            saved["in_pass"] or resharding.is_order_drawn(saved["window"])
-        ):
-            return self._loader_source().resume_in_other_world(saved["window"])
+        if saved.get("elsewhere"):
+            window = saved["window"]
+            # an order that came from random generators is drawn again
+            if saved["in_pass"] or window["order"]["rng"] is not None:
+                return self._loader_source().resume_in_other_world(window)
         if not saved["in_pass"]:
             return self._source.start()
         current_rng = main_rng()
@@ -419,19 +414,14 @@ class TrackedLoader:
         finally:
             set_main_rng(current_rng)
 
-    def _current_facts(self) -> dict[str, Any]:
-        return {**self._source.facts(), **self._lengths}
-
     def _build_state(self, *, between: bool = False) -> dict[str, Any]:
-        earlier_samples = self._earlier_samples
+        earlier = self._earlier_samples
         return {
             "kind": self._source.kind,
             "facts": self._facts,
             "batches": self.batches,
             "samples": self.samples,
-            "run_samples": None
-            if earlier_samples is None
-            else earlier_samples + self.total_samples,
+            "run_samples": None if earlier is None else earlier + self.total_samples,
             "in_pass": self.in_pass,
             "exhausted": self.exhausted,
             "passes_started": self.passes_started,
@@ -444,11 +434,11 @@ class TrackedLoader:
         }
 
     def _window(self) -> dict[str, Any] | None:
-        mark = self._window_start
-        if not isinstance(mark, WindowStart):
-            return mark
+        start = self._window_start
+        if not isinstance(start, WindowStart):
+            return start
         source = self._loader_source()
-        return resharding.window_as_dict(mark, source.required_resharder, source.next_assignment)
+        return resharding.window_as_dict(start, source.required_resharder, source.next_assignment)
 
     def _loader_source(self) -> LoaderSource:
         assert isinstance(self._source, LoaderSource)
@@ -472,9 +462,9 @@ class TrackedLoader:
         self._report_fault(self._history.excess(self.batches))
 
     def _finish_pass(self) -> None:
-        deal, order = self._source.assignment, self._source.order
+        assignment, order = self._source.assignment, self._source.order
         self._source.finish()
-        if deal is None or deal.plain:
+        if assignment is None or assignment.plain:
             self._report_fault(self._history.fault(self.batches, order))
             self._history = self._history.add(self.batches, order)
         else:  # the rest of a pass that another world had begun
@@ -557,36 +547,3 @@ class TrackedIterator:
                 f"{self._loader.name}: this pass was left: another began, or a state was loaded",
                 hint="run one pass over a tracked loader at a time",
             )
-
-
-class LoadedPass:
-    """The resumed pass of one loader, and the first iterator made for it."""
-
-    def __init__(self) -> None:
-        # the pass's number; None: no state loaded, or between passes
-        self._pass_number: int | None = None
-        self._first_iterator: weakref.ref[TrackedIterator] | None = None  # first one since the load
-
-    def record_load(self, loader: TrackedLoader) -> None:
-        """Record that the loader has just loaded a state."""
-        self._pass_number, self._first_iterator = (
-            loader.passes_started if loader.in_pass else None,
-            None,
-        )
-
-    def record_iterator(self, iterator: TrackedIterator) -> None:
-        """Record the first iterator made since the load."""
-        if self._first_iterator is None:
-            self._first_iterator = weakref.ref(iterator)
-
-    def is_over(self, loader: TrackedLoader) -> bool:
-        """Return True if the loader has resumed this pass and the pass has ended."""
-        pass_number = self._pass_number
-        return pass_number is not None and not (
-            loader.in_pass and loader.passes_started == pass_number
-        )
-
-    def was_abandoned(self, leader: TrackedLoader | None) -> bool:
-        """Return True if this pass was never resumed and the leader's loop has moved on."""
-        is_dropped = self._first_iterator is not None and self._first_iterator() is None
-        return is_dropped and leader is not None and leader.loaded_pass.is_over(leader)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -111,10 +111,6 @@ class PassHistory:
         if self.count and self.len_held:
             return self.announced
         return self.length if self.count >= _ENOUGH else None
-
-    def begin(self, announced: int | None) -> PassHistory:
-        """Return the history at the beginning of a pass."""
-        return replace(self, announced=announced)
 
     def add(self, batches: int, order: bytes) -> PassHistory:
         """Return the history with the running pass, now run out."""

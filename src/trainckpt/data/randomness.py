@@ -25,6 +25,7 @@ import sys
 import sysconfig
 import types
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,7 +59,9 @@ def set_main_rng(state: dict[str, Any]) -> None:
     if "numpy" in state:
         _write_numpy(state["numpy"])
     if "torch" in state:
-        torch.set_rng_state(_as_tensor(state["torch"]))
+        packed = state["torch"]
+        is_bytes = not isinstance(packed, torch.Tensor)
+        torch.set_rng_state(_as_tensor(packed) if is_bytes else packed)
 
 
 def packed_rng() -> dict[str, bytes]:
@@ -82,6 +85,10 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
+def _as_tensor(packed: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+
 def replaced_numpy_generator() -> str | None:
     """Return the name of the bit generator in place of NumPy's own, or None."""
     if "numpy" not in sys.modules:
@@ -90,12 +97,6 @@ def replaced_numpy_generator() -> str | None:
 
     kind = str(np.random.get_state(legacy=False)["bit_generator"])
     return None if kind == "MT19937" else kind
-
-
-def _as_tensor(state: torch.Tensor | bytes) -> torch.Tensor:
-    if isinstance(state, torch.Tensor):
-        return state
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 def _read_python() -> bytes:
@@ -253,7 +254,7 @@ def find_own(roots: Mapping[str, Any]) -> dict[str, Any]:
     """
     shared = _global_generators()
     nearest = {path: value for path, value in roots.items() if is_generator(value)}
-    nearest |= {path: value for path, value in roots.items() if _is_own(value)}
+    nearest.update({path: value for path, value in roots.items() if _is_own(value)})
     return {
         path: value
         for path, value in walk(nearest, enters=_is_own)
@@ -346,27 +347,22 @@ def _items(value: Any) -> list[tuple[str, Any]]:
     for kind in (list, tuple):
         if _is_instance(value, (kind,)):
             number = kind.__len__(value)
-            most = (
-                OBJECTS if number and not _is_instance(kind.__getitem__(value, 0), _DATA) else ITEMS
-            )
-            items = kind.__iter__(value) if number <= most else ()
+            is_data = number == 0 or _is_instance(kind.__getitem__(value, 0), _DATA)
+            items = kind.__iter__(value) if number <= (ITEMS if is_data else OBJECTS) else ()
             return [(f"[{index}]", part) for index, part in enumerate(items)]
     if _is_instance(value, (dict,)) and dict.__len__(value) <= ITEMS:
-        return [
-            (f"[{key!r}]", part) for key, part in list(dict.items(value)) if type(key) in (str, int)
-        ]
+        entries = list(dict.items(value))
+        return [(f"[{key!r}]", part) for key, part in entries if type(key) in (str, int)]
     return []
 
 
 def _function_children(function: types.FunctionType) -> list[tuple[str, Any]]:
-    children: list[tuple[str, Any]] = [(".defaults", function.__defaults__)]
-    children.append((".defaults", function.__kwdefaults__))
+    defaults = (function.__defaults__, function.__kwdefaults__)
+    children: list[tuple[str, Any]] = [(".defaults", values) for values in defaults]
     children += _global_parts(_globals_named((function,)))
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
+        with suppress(ValueError):  # not assigned yet
             children.append((f".{name}", cell.cell_contents))
-        except ValueError:  # not assigned yet
-            continue
     return children
 
 
@@ -406,19 +402,14 @@ def _global_parts(named: tuple[tuple[str, dict[str, Any]], ...]) -> list[tuple[s
 
 
 def _attributes(value: Any) -> list[tuple[str, Any]]:
-    try:
-        named = dict(object.__getattribute__(value, "__dict__"))
-    except (AttributeError, TypeError):
-        named = {}
+    named = dict(names_of(value) or {})
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             member = kind.__dict__.get(name)
             if isinstance(member, types.MemberDescriptorType):
-                try:
+                with suppress(AttributeError):
                     named[name] = member.__get__(value)
-                except AttributeError:
-                    continue
     parts = [(f".{name}", part) for name, part in named.items()]
     return parts + _global_parts(_globals_of_class(type(value)))  # type: ignore[arg-type]
 
@@ -449,7 +440,7 @@ def _to_list(value: Any) -> Any:
 def _write(generator: Any, state: bytes) -> bool:
     try:
         if isinstance(generator, torch.Generator):
-            generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+            generator.set_state(_as_tensor(state))
         else:
             _set_state(generator, json.loads(state))
     except (KeyError, OverflowError, RuntimeError, TypeError, ValueError):
@@ -461,20 +452,7 @@ def _set_state(generator: Any, state: Any) -> None:
     if isinstance(generator, random.Random):
         version, words, gauss = state
         generator.setstate((version, tuple(words), gauss))
-        return
-    state = _with_arrays(state, _state_of(generator))
-    if hasattr(generator, "bit_generator"):
+    elif hasattr(generator, "bit_generator"):
         generator.bit_generator.state = state
     else:
         generator.set_state(state)
-
-
-def _with_arrays(saved: Any, current: Any) -> Any:
-    """Return the saved state, with arrays at the places where NumPy's current state has them."""
-    if isinstance(current, dict):
-        return {key: _with_arrays(saved[key], part) for key, part in current.items()}
-    if isinstance(saved, list):
-        current = current.copy()
-        current[:] = saved
-        return current
-    return saved

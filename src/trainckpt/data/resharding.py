@@ -43,7 +43,13 @@ if TYPE_CHECKING:
 
 SHUFFLED, IN_ORDER = "shuffled by DistributedSampler", "in order"
 ALTERNATIVE_HINT = "use torch's DistributedSampler, also with one process"
-_RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+_KNOWN_SAMPLERS = (
+    DistributedSampler,
+    SequentialSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 
 class Assignment(NamedTuple):
@@ -75,9 +81,7 @@ def resharder_of(loader: DataLoader[Any]) -> EpochResharder | str:
     index: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     batches = index if _iterates_as(index, BatchSampler) else None
     inner: Any = index if batches is None else batches.sampler
-    if any(_iterates_as(inner, known) for known in (DistributedSampler, SequentialSampler)):
-        return EpochResharder(loader, inner, batches)
-    if any(_iterates_as(inner, known) for known in _RANDOM_SAMPLERS):
+    if any(_iterates_as(inner, known) for known in _KNOWN_SAMPLERS):
         return EpochResharder(loader, inner, batches)
     return (
         f"the order of a {type(inner).__qualname__} is its own, nobody else can deal it over other "
@@ -169,20 +173,15 @@ class EpochResharder:
         if not window["in_pass"]:
             return Assignment(0, not share["sampler_drop_last"], 0, order), 0
         if window["share"] == share:
-            return Assignment(window["base"], window["pads"], window["padded"], order), window[
-                "position"
-            ]
-        drops_remainder = share["sampler_drop_last"] or share["drop_last"]
-        return Assignment(
-            window["trained"], not drops_remainder, window["padding_trained"], order
-        ), 0
+            continued = Assignment(window["base"], window["pads"], window["padded"], order)
+            return continued, window["position"]
+        pads = not (share["sampler_drop_last"] or share["drop_last"])
+        return Assignment(window["trained"], pads, window["padding_trained"], order), 0
 
     def batches(self, assignment: Assignment) -> int:
         """Return the number of batches each rank gets."""
-        return -(
-            -self._ids_per_rank(assignment, only_whole_batches=True)
-            // int(self.share()["batch_size"])
-        )
+        ids = self._ids_per_rank(assignment, only_whole_batches=True)
+        return -(-ids // int(self.share()["batch_size"]))
 
     def trained(self, assignment: Assignment, position: int) -> int:
         """Return the length of the trained prefix once each rank has trained `position` batches.
@@ -196,17 +195,9 @@ class EpochResharder:
 
     def padding(self, assignment: Assignment) -> int:
         """Return the number of ids trained again in this pass, over all ranks."""
-        ids = self._ids_per_rank(assignment, only_whole_batches=True) * int(
-            self.share()["replicas"]
-        )
+        ids_per_rank = self._ids_per_rank(assignment, only_whole_batches=True)
+        ids = ids_per_rank * int(self.share()["replicas"])
         return assignment.padded + max(0, ids - (self._length(assignment) - assignment.base))
-
-    def padding_ids(self, assignment: Assignment) -> list[int]:
-        """Return the ids trained again. This computes the whole order."""
-        count = self.padding(assignment)
-        return (
-            list(itertools.islice(itertools.cycle(self.order(assignment)), count)) if count else []
-        )
 
     def ids(self, assignment: Assignment) -> list[int]:
         """Return the ids of this rank, in order."""
@@ -244,8 +235,9 @@ class EpochResharder:
 
     def restore(self, order: dict[str, Any]) -> None:
         """Put the inputs of an order back into the user's loader: later epochs follow from them."""
-        named = {f"{self._name}.{key}": value for key, value in order["integers"].items()}
-        self._restore_samplers(named, order["generators"])
+        integers = {f"{self._name}.{key}": value for key, value in order["integers"].items()}
+        saved = {"integers": integers, "generators": order["generators"], "samplers": {}}
+        samplers.restore(self._loader, saved)
 
     def _ids_per_rank(self, assignment: Assignment, *, only_whole_batches: bool = False) -> int:
         # whole: count only ids in trained batches, without the loader's dropped remainder
@@ -267,10 +259,6 @@ class EpochResharder:
             return list(self._sampler)
         finally:
             set_main_rng(current_rng)
-
-    def _restore_samplers(self, integers: dict[str, int], generators: dict[str, Any]) -> None:
-        saved = {"integers": integers, "generators": generators, "samplers": {}}
-        samplers.restore(self._loader, saved)
 
 
 # ---- the window's start, where another world resumes
@@ -308,9 +296,7 @@ def window_as_dict(
     """Return a window's start as a dict of plain values.
 
     Args:
-        mark: The newest window start.
-        dealer: The loader's `EpochResharder`.
-        next_deal: Called if no pass has begun since a window start between passes.
+        next_assignment: Called if no pass has begun since a window start between passes.
     """
     assignment = window_start.deal or next_assignment()
     position = window_start.position if window_start.in_pass else 0
@@ -339,21 +325,10 @@ def with_begun_pass(
 ) -> WindowStart | dict[str, Any]:
     """Return the window's start, with the order of the pass that has just begun if missing."""
     if isinstance(window_start, WindowStart):
-        return (
-            window_start
-            if window_start.deal is not None
-            else window_start._replace(deal=assignment)
-        )
-    return (
-        window_start
-        if window_start["begun"]
-        else {**window_start, "begun": True, "order": assignment.order}
-    )
-
-
-def is_order_drawn(window: dict[str, Any]) -> bool:
-    """Return True if the order came from random generators; a resume then draws it again."""
-    return window["order"]["rng"] is not None
+        return window_start._replace(deal=window_start.deal or assignment)
+    if window_start["begun"]:
+        return window_start
+    return {**window_start, "begun": True, "order": assignment.order}
 
 
 def differences(
@@ -368,25 +343,20 @@ def differences(
     window = saved.get("window")
     if window is None:
         saved_kind = saved.get("facts", {}).get("sampler") or f"loader of kind {saved['kind']}"
-        return [
-            (
-                f"{name}: the saved state does not say where its window began (its {saved_kind} "
-                "could not be dealt over other ranks, or an older version saved it); "
-                + ALTERNATIVE_HINT
-            )
-        ]
-    reasons = []
-    saved_kind, now = window["order"]["kind"], resharder.kind
-    if saved_kind != now:
-        reasons.append(
-            f"{name}: the data was {saved_kind}, is {now}; keep the shuffling, and "
-            + ALTERNATIVE_HINT
+        reason = (
+            f"{name}: the saved state does not say where its window began (its {saved_kind} could "
+            "not be dealt over other ranks, or an older version saved it); "
         )
-    elif window["order"]["length"] != resharder.length:
-        saved_length = window["order"]["length"]
+        return [reason + ALTERNATIVE_HINT]
+    reasons = []
+    saved_order, kind, length = window["order"], resharder.kind, resharder.length
+    if saved_order["kind"] != kind:
+        reason = f"{name}: the data was {saved_order['kind']}, is {kind}; keep the shuffling, and "
+        reasons.append(reason + ALTERNATIVE_HINT)
+    elif saved_order["length"] != length:
         reasons.append(
-            f"{name}: the data set had {saved_length} samples, has {resharder.length}; use the "
-            "same one"
+            f"{name}: the data set had {saved_order['length']} samples, has {length}; use the same "
+            "one"
         )
     if processes is not None:
         reasons += _rank_unaware(name, window, resharder, *processes)
@@ -401,14 +371,10 @@ def _rank_unaware(
     current_count: int,
 ) -> list[str]:
     if resharder.draws and max(saved_count, current_count) > 1:
-        return [
-            f"{name}: in a run of several processes each has its own order, {resharder.kind}; "
-            + ALTERNATIVE_HINT
-        ]
-    for is_unaware, count in (
-        (not window["knows_ranks"], saved_count),
-        (not resharder.knows_ranks, current_count),
-    ):
-        if is_unaware and count > 1 and saved_count != current_count:
+        reason = f"{name}: in a run of several processes each has its own order, {resharder.kind}; "
+        return [reason + ALTERNATIVE_HINT]
+    counts = ((window["knows_ranks"], saved_count), (resharder.knows_ranks, current_count))
+    for knows_ranks, count in counts:
+        if not knows_ranks and count > 1 and saved_count != current_count:
             return [f"{name}: each of {count} processes reads all of the data; {ALTERNATIVE_HINT}"]
     return []

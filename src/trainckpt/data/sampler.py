@@ -77,19 +77,12 @@ def samplers_of(loader: Any) -> Iterator[tuple[str, Any]]:
     """Yield each sampler that can affect a loader's order once, with its name."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     inner = getattr(batch_sampler, "sampler", None)
-    loader_sampler = (
-        getattr(loader, "sampler", None) if batch_sampler is None or inner is not None else None
-    )
-    named = {
-        "sampler": loader_sampler,
-        "batch sampler's sampler": inner,
-        "batch sampler": batch_sampler,
-    }
-    if isinstance(
-        loader_sampler, BatchSampler
-    ):  # batch_size=None: whole index lists go to the dataset
-        named["sampler's sampler"] = getattr(loader_sampler, "sampler", None)
-        batch_sampler = loader_sampler
+    named: dict[str, Any] = {"batch sampler's sampler": inner, "batch sampler": batch_sampler}
+    if batch_sampler is None or inner is not None:
+        named = {"sampler": getattr(loader, "sampler", None), **named}
+    if isinstance(named.get("sampler"), BatchSampler):  # batch_size=None: index lists are samples
+        batch_sampler = named["sampler"]
+        named["sampler's sampler"] = batch_sampler.sampler
     # a wrapper that shares another one's batches among ranks
     wrapped = getattr(batch_sampler, "batch_sampler", None)
     if wrapped is not None:
@@ -152,11 +145,9 @@ def length(thing: Any) -> int | None:
 
 
 def _generators(loader: DataLoader[Any]) -> Iterator[tuple[str, torch.Generator]]:
-    named = {"loader": loader.generator}
-    named.update(
-        {name: getattr(sampler, "generator", None) for name, sampler in samplers_of(loader)}
-    )
-    return ((n, g) for n, g in _distinct(named) if isinstance(g, torch.Generator))
+    samplers = {name: getattr(one, "generator", None) for name, one in samplers_of(loader)}
+    generators = _distinct({"loader": loader.generator, **samplers})
+    return ((name, one) for name, one in generators if isinstance(one, torch.Generator))
 
 
 def _distinct(named: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -176,21 +167,7 @@ def _integers(sampler: Any) -> Iterator[tuple[str, int]]:
 
 def set_epoch(loader: Any, epoch: int) -> None:
     """Call `set_epoch` of each of the loader's samplers that has it."""
-    batch_sampler, loader_sampler = (
-        getattr(loader, "batch_sampler", None),
-        getattr(loader, "sampler", None),
-    )
-    samplers = (
-        loader_sampler,
-        batch_sampler,
-        getattr(batch_sampler, "sampler", None),
-        getattr(loader_sampler, "sampler", None)
-        if isinstance(loader_sampler, BatchSampler)
-        else None,
-    )
-    called: set[int] = set()
-    for sampler in samplers:
+    for name, sampler in samplers_of(loader):
         set_sampler_epoch = getattr(sampler, "set_epoch", None)
-        if callable(set_sampler_epoch) and id(sampler) not in called:
-            called.add(id(sampler))
+        if callable(set_sampler_epoch) and not name.startswith("dealt"):  # by its wrapper
             set_sampler_epoch(epoch)

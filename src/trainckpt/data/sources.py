@@ -3,19 +3,32 @@
     map       a plain DataLoader over a map-style dataset: exact, by fast-forwarding indices
     iterable  a plain DataLoader over an IterableDataset: by the dataset's own state_dict
               (num_workers=0; see iterable.py), else by loading the consumed batches again
-    stateful  any object with its own state_dict and load_state_dict: see stateful.py
+    stateful  any object with its own state_dict and load_state_dict: see stateful_loader.py
     ahead     an integration's wrapper of a framework's loader with a reader: see
               `PrefetchReader`
 
+Each source has these methods; only the training thread calls them:
+
+    start()              begin a pass, drawing exactly as the loader itself does
+    resume(saved)        resume the saved pass in its middle; the caller then restores the main
+                         randomness
+    abandon(), finish()  end a pass that was left in its middle, or has run out
+    state(in_pass)       this source's part of the loader's state, never changed later
+    load(saved)          load such a state; between passes, restore generators at once
+    undo_draws(saved)    undo draws since the load, as the first pass after it begins
+    facts()              values that must be equal for a saved state to be exact here
+    problems()           parts of the loader that cannot be exact, one sentence each
+    shutdown()           kill the workers now
+
 `LoaderSource.resume` restores in this order: the main randomness from before the iterator was made;
 samplers and the data's own generators likewise; the iterator; fast-forward; the generators as they
-were when saved. The caller puts the main randomness back afterwards.
+were when saved.
 
 Everything is checked. Index lists drawn again must equal the consumed ones, and batches loaded
-again the returned ones. A stream resumes by its own state of a few batches before. If that
-does not lead to the batches returned since (a shuffle buffer is not in the state, say), the pass
-is loaded again. If that does not lead there either, a warning reports it. Near a pass's start
-there are too few batches for that: the next ones are compared with those of the pass loaded again.
+again the returned ones. Near a pass's start a stream's first batches are loaded again, and its own
+state after them is compared with the saved one. Later a stream resumes by its own state of a few
+batches before. If that does not lead to the batches returned since (a shuffle buffer is not in the
+state, say), the pass is loaded again. If that does not lead there either, a warning reports it.
 
 A pass can also resume in another data-parallel world (`resume_in_other_world`): the rest of its
 order is shared anew (see resharding.py), among workers that start as for a new pass.
@@ -29,14 +42,13 @@ import warnings
 import weakref
 from collections import deque
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainckpt.data import carried_state, dataset_values, randomness, sampler
 from trainckpt.data.carried_state import Changing, Watch
-from trainckpt.data.iterable import StatefulStream
+from trainckpt.data.iterable import StatefulStream, are_equal
 from trainckpt.data.iterators import (
     Plan,
     Progress,
@@ -76,10 +88,9 @@ def source_of(loader: Iterable[Any], name: str, report: Report) -> Source:
     Raises:
         ConfigurationError: The loader cannot be tracked.
     """
-    source_type = getattr(type(loader), "__trainckpt_source__", None)
+    source_type: Any = getattr(type(loader), "__trainckpt_source__", None)
     if source_type is not None:  # an integration's own source
-        source: Source = source_type(loader, name, report)
-        return source
+        return source_type(loader, name, report)  # type: ignore[no-any-return]
     if has_state(loader) and not _is_torch_method(loader, "state_dict"):
         refuse_arguments(loader, name)
         return StatefulSource(loader, name, report)
@@ -131,14 +142,27 @@ class Trial(NamedTuple):
     carried: dict[str, Any]
     rngs: list[dict[str, Any]]
 
-    def saved(self, digests: Iterable[bytes]) -> dict[str, Any]:
-        """Return the trial as a dict, with one digest of the batches since."""
-        return {**self._asdict(), "rngs": list(self.rngs), "since": _folded(digests)}
-
     @classmethod
     def loaded(cls, saved: dict[str, Any]) -> Trial:
         """Return the trial from a result of `saved`."""
         return cls(**{name: saved[name] for name in cls._fields})._replace(rngs=[*saved["rngs"]])
+
+
+class DataState(NamedTuple):
+    """State inside the dataset, the collate_fn and unknown samplers, by path.
+
+    Attributes:
+        generators: Of random generators.
+        carried: Of objects with a state_dict.
+    """
+
+    generators: dict[str, bytes] = {}  # noqa: RUF012 - never changed
+    carried: dict[str, Any] = {}  # noqa: RUF012 - never changed
+
+    @classmethod
+    def saved_as(cls, saved: dict[str, Any], when: str) -> DataState:
+        """Return it from a source's state; `when`: "before" the pass, or "now"."""
+        return cls(saved.get(f"data {when}", {}), saved.get(f"carried {when}", {}))
 
 
 def _folded(digests: Iterable[bytes]) -> bytes:
@@ -154,8 +178,8 @@ class LoaderSource:
     Attributes:
         kind: "map" or "iterable".
         progress: Consumed part of the running pass.
-        dealer: `EpochResharder` of the loader's order, or the reason why there is none.
-        deal: Assignment of the running or last pass; None before, or without a resharder.
+        resharder: `EpochResharder` of the loader's order, or the reason why there is none.
+        assignment: Of the running or last pass; None before, or without a resharder.
     """
 
     def __init__(self, loader: DataLoader[Any], name: str, report: Report) -> None:
@@ -172,9 +196,7 @@ class LoaderSource:
         self._had_workers = False  # the saved run had workers, and this process has none yet
         self._order_inputs_before: dict[str, Any] | None = None
         self._rng_before: dict[str, Any] | None = None
-        # initial generators inside the workers' data
-        self._data_generators_before: dict[str, bytes] = {}
-        self._carried_states_before: dict[str, Any] = {}
+        self._data_before = DataState()
         self._sampler_values_before: dict[str, Any] | None = None  # attributes of unknown samplers
         self._sampler_changed: set[str] = set()
         # numbers in the dataset as the workers started, and those of a loaded state
@@ -187,12 +209,13 @@ class LoaderSource:
         self._base_seed: int | None = None
         self._reuses_workers = False
         self._has_iterated = False  # an iterator, ever
-        self._stream: StatefulStream | None = (
-            None  # an IterableDataset that resumes by its own state
-        )
+        # an IterableDataset that resumes by its own state
+        self._stream: StatefulStream | None = None
         if self.kind == "iterable" and not loader.num_workers and has_state(loader.dataset):
             refuse_arguments(loader.dataset, name)
             self._stream = StatefulStream(name, loader.dataset, report)
+        # a stream without a state: its consumed batches are loaded again
+        self._replays = self.kind == "iterable" and self._stream is None
         self.resharder = resharder_of(loader)
         self.assignment: Assignment | None = None
         self._ids: list[int] | None = None  # this rank's ids, in a resharded pass
@@ -209,13 +232,11 @@ class LoaderSource:
         return self.resharder
 
     def start(self) -> Any:
-        """Begin a pass at its first batch, drawing exactly as a plain DataLoader does."""
         if self._stream is not None:
             self._stream.begin_pass()
         self._rng_before = main_rng()
-        self._order_inputs_before = self._capture_order_inputs()
-        self._data_generators_before = self._data_generators()
-        self._carried_states_before = carried_state.capture(self._generator_roots)
+        self._order_inputs_before = sampler.capture(self._loader)
+        self._data_before = self._capture_data()
         self._sampler_values_before = self._sampler_values()
         self._reuses_workers = self._persistent_iterator is not None or self._had_workers
         self._ids, self.assignment = None, self._first_assignment()
@@ -225,23 +246,19 @@ class LoaderSource:
         self._trials = []
         if self._persistent_iterator is not None:
             self._persistent_iterator.progress = self.progress
-            self._persistent_iterator._index_sampler = (
-                self._loader._index_sampler
-            )  # not a resharded pass's
+            # not a resharded pass's
+            self._persistent_iterator._index_sampler = self._loader._index_sampler
             self._persistent_iterator._reset(self._loader)
             return self._persistent_iterator
         return self._make(skip=0)
 
     def resume(self, saved: dict[str, Any]) -> Any:
-        """Resume the saved pass; no data is loaded, unless it has to be replayed."""
         self._restore_assignment(saved)
         if self.assignment is not None and not self.assignment.plain:
             self._ids = self.required_resharder.ids(self.assignment)
-        replays = self._replays()
-        if replays:
+        if self._replays:
             self.progress = self._progress()  # the workers load everything again
-        self._data_generators_before = saved.get("data before", {})
-        self._carried_states_before = saved.get("carried before", {})
+        self._data_before = DataState.saved_as(saved, "before")
         self._rewind_all()
         if self.kind == "map":
             iterator = self._fast_forward(saved)
@@ -253,43 +270,35 @@ class LoaderSource:
             iterator = self._resume_by_state(self._stream, saved)
         else:
             iterator = self._make(skip=0)
-        if replays:
+        if self._replays:
             self._replay(iterator, saved)
         self.progress.position, self.progress.samples = saved["position"], saved["samples"]
         self.progress.batches_digest = saved.get("passed", b"")
         sampler.restore(self._loader, saved["now"])
-        self._restore_data_generators(saved.get("data now", {}))
-        carried_state.restore(self._generator_roots, saved.get("carried now", {}))
+        self._restore_data(DataState.saved_as(saved, "now"))
         return iterator
 
     def resume_in_other_world(self, window: dict[str, Any]) -> Iterator[Any]:
         """Resume at a window's start with this rank's share of the rest; workers start afresh."""
         self.assignment, position = self.required_resharder.reassign(window)
         self._ids = self.required_resharder.ids(self.assignment)
-        order_inputs = self._capture_order_inputs()
-        self._rng_before, self._order_inputs_before, self._reuses_workers = (
-            main_rng(),
-            order_inputs,
-            False,
-        )
+        order_inputs = sampler.capture(self._loader)
+        self._rng_before, self._order_inputs_before = main_rng(), order_inputs
+        self._reuses_workers = False
         self.progress = self._progress(samples=window["samples"] if window["in_pass"] else 0)
         iterator: Iterator[Any] = self._make(skip=position)
-        if self.required_resharder.draws:
-            sampler.restore(
-                self._loader, order_inputs
-            )  # drawing a seed for workers shifts no later epoch
+        if self.required_resharder.draws:  # drawing a seed for workers shifts no later epoch
+            sampler.restore(self._loader, order_inputs)
         self.progress.position = position
         return iterator
 
     def abandon(self) -> None:
-        """End a pass left in its middle; record the generators its workers end up with."""
-        if self._persistent_iterator is not None:
+        if self._persistent_iterator is not None:  # records the generators its workers end up with
             self._persistent_iterator.drain()
         self._end(exhausted=False)
         self.progress = self._progress(workers=self.progress.workers)
 
     def finish(self) -> None:
-        """End a pass that has run out."""
         self._end(exhausted=True)
 
     def _end(self, *, exhausted: bool) -> None:
@@ -302,18 +311,19 @@ class LoaderSource:
             self.progress.workers = {}
 
     def state(self, in_pass: bool) -> dict[str, Any]:
-        """Return this source's part of the loader's state; all values are never changed later."""
         has_workers = self._persistent_iterator is not None or self._had_workers
+        data_before = self._data_before if in_pass else DataState()
+        data_now = self._capture_data()
         state = {
             "position": self.progress.position,
             "rng_before": self._rng_before,
             "before": self._order_inputs_before,
             "inputs": sampler.inputs(self._loader),
-            "now": self._capture_order_inputs(stateful=not in_pass),
-            "data before": self._data_generators_before if in_pass else {},
-            "data now": self._data_generators(),
-            "carried before": self._carried_states_before if in_pass else {},
-            "carried now": carried_state.capture(self._generator_roots),
+            "now": sampler.capture(self._loader, stateful=not in_pass),
+            "data before": data_before.generators,
+            "data now": data_now.generators,
+            "carried before": data_before.carried,
+            "carried now": data_now.carried,
             "changing": sorted({*self._changing.paths, *self._sampler_changed}),
             "base_seed": self._base_seed if in_pass or has_workers else None,
             "reused": self._reuses_workers if in_pass else has_workers,
@@ -335,33 +345,23 @@ class LoaderSource:
         return state
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Load a saved state; between passes, restore the samplers at once."""
         self.shutdown()
-        self.progress = self._progress(
-            saved["position"], saved["samples"], workers=saved["workers"]
-        )
+        self.progress = self._progress(saved["position"], saved["samples"], saved["workers"])
         self._base_seed = saved["base_seed"]
         self._had_workers = saved["reused"] and self._persistent
         self._loaded_numbers = saved.get("workers' numbers", {})
         self._restore_assignment(saved)
         if not saved["in_pass"]:
             sampler.restore(self._loader, saved["now"])
-            self._restore_data_generators(saved.get("data now", {}))
-            carried_state.restore(self._generator_roots, saved.get("carried now", {}))
+            self._restore_data(DataState.saved_as(saved, "now"))
             if saved["own"] is not None and self._stream is not None:
                 self._stream.resume_between(saved["own"], exhausted=saved["exhausted"])
 
     def undo_draws(self, saved: dict[str, Any]) -> None:
-        """Undo draws since the load, as the first pass after a state between passes begins.
-
-        The global generators get the same treatment.
-        """
-        carried_state.restore(self._generator_roots, saved.get("carried now", {}))
-        self._restore_data_generators(saved.get("data now", {}))
+        self._restore_data(DataState.saved_as(saved, "now"))
         self._compare_inputs(saved)
 
     def load_in_other_world(self, window: dict[str, Any]) -> None:
-        """Load a window's start; restore the inputs of later epochs at once."""
         self.shutdown()
         assignment, position = self.required_resharder.reassign(window)
         self.assignment = assignment if window["in_pass"] else None
@@ -372,11 +372,10 @@ class LoaderSource:
     def next_assignment(self) -> Assignment:
         """Return the assignment of a pass beginning now."""
         return self.required_resharder.first_assignment(
-            self._capture_order_inputs(stateful=False), None, reused=False
+            sampler.capture(self._loader, stateful=False), None, reused=False
         )
 
     def facts(self) -> dict[str, Any]:
-        """Return the values that must be equal for a saved state to be exact here."""
         loader = self._loader
         batch_sampler = loader.batch_sampler
         index_sampler = loader.sampler if batch_sampler is None else batch_sampler
@@ -389,22 +388,20 @@ class LoaderSource:
             "sampler": type(index_sampler).__qualname__,
             "sampler length": length(index_sampler),
             "generators and seeds": sorted(
-                sampler.part_names(self._capture_order_inputs(stateful=False))
+                sampler.part_names(sampler.capture(self._loader, stateful=False))
             ),
         }
 
     def problems(self) -> list[str]:
-        """Return the parts of this loader that cannot be exact, one sentence each."""
-        problems = []
-        if self._loader.num_workers > 0 and not getattr(self._loader, "in_order", True):
-            problems.append(
-                f"{self._name}: in_order=False returns batches in the order they happen to be "
-                "ready, which no resume can repeat"
-            )
-        return problems
+        if self._loader.num_workers == 0 or getattr(self._loader, "in_order", True):
+            return []
+        sentence = (
+            f"{self._name}: in_order=False returns batches in the order they happen to be ready, "
+            "which no resume can repeat"
+        )
+        return [sentence]
 
     def shutdown(self) -> None:
-        """Kill the workers now."""
         for iterator in (self._persistent_iterator, self._last_iterator()):
             if iterator is not None:
                 kill_workers(iterator)
@@ -412,66 +409,61 @@ class LoaderSource:
 
     def _resume_by_state(self, stream: StatefulStream, saved: dict[str, Any]) -> Any:
         trial, last_end = saved.get("trial"), saved.get("last end")
-        if saved["position"] <= TRIAL_BATCHES:
-            iterator = self._resume_near_start(stream, saved)
-        elif trial is None:  # an older version saved it, or the pass could not be loaded again
-            iterator = self._load_state(stream, saved)
-        else:
+        kind, iterator = type(stream.target).__qualname__, None
+        is_near_start = saved["position"] <= TRIAL_BATCHES
+        if is_near_start:
+            iterator = self._load_first_again(stream, saved)
+        if iterator is None and trial is not None:
             iterator = self._try_state(stream, trial, saved["position"])
-        if iterator is not None:
-            stream.last_end = last_end
-            return iterator
-        self._report_lost(stream, saved)
-        stream.restart_pass(saved["own"], last_end)
-        self._rewind_all()
-        iterator = self._make(skip=0)
-        self._replay(iterator, saved)
-        return iterator
-
-    def _report_lost(self, stream: StatefulStream, saved: dict[str, Any]) -> None:
-        reason = (
-            f"{self._name}: the state of {type(stream.target).__qualname__} does not lead to the "
-            "samples that came after it (a shuffle buffer is not in it, say): "
-            f"{saved['batches']} batches are loaded again"
-        )
-        self._report(Restored(self._name, How.REPLAYED, reason))
-
-    def _load_state(self, stream: StatefulStream, saved: dict[str, Any]) -> Any:
-        """Return the iterator that the stream's own state leads to."""
-        self._rewind_all()
-        stream.resume_pass(saved["own"])
-        iterator = self._make(skip=0)
-        self._restore_data_generators(saved.get("data now", {}))
-        carried_state.restore(self._generator_roots, saved.get("carried now", {}))
-        return iterator
-
-    def _resume_near_start(self, stream: StatefulStream, saved: dict[str, Any]) -> Any:
-        """Compare the batches that the state leads to with those of the pass loaded again."""
-        trial, last_end = saved.get("trial"), saved.get("last end")
-        for restart in stream.ways_to_restart(saved["own"], last_end):
-            if self._load_again(restart, saved) is None:
-                continue
-            digests = self.progress.digests.copy()
-            expected = self._look_ahead(partial(self._load_again, restart, saved))
-            if expected is None:  # this way of restarting works once only
-                continue
-            if self._look_ahead(partial(self._load_state, stream, saved)) == expected:
-                iterator = self._load_state(stream, saved)
-                self._trials = [] if trial is None else [Trial.loaded(trial)]
-                self.progress.digests.extend(digests)
-                return iterator
-            self._report_lost(stream, saved)
-            return self._load_again(restart, saved)
-        iterator = None if trial is None else self._try_state(stream, trial, saved["position"])
-        if iterator is None:
-            kind = type(stream.target).__qualname__
+        if iterator is None and is_near_start:
             reason = (
                 f"{self._name}: the position of {kind} is inferred: its state was taken after "
                 f"{saved['batches']} batches, and a new pass begins with others, so nothing tells "
                 "whether the state leads on; data may differ from the uninterrupted run"
             )
             self._report(Restored(self._name, How.INFERRED, reason))
+        if iterator is None and (is_near_start or trial is None):
+            # without a trial: an older version saved it, or the pass could not be loaded again
             iterator = self._load_state(stream, saved)
+        if iterator is not None:
+            stream.last_end = last_end
+            return iterator
+        reason = (
+            f"{self._name}: the state of {kind} does not lead to the samples that came after it (a "
+            f"shuffle buffer is not in it, say): {saved['batches']} batches are loaded again"
+        )
+        self._report(Restored(self._name, How.REPLAYED, reason))
+        stream.ways_to_restart(saved["own"], last_end)[0]()
+        self._rewind_all()
+        iterator = self._make(skip=0)
+        self._replay(iterator, saved)
+        return iterator
+
+    def _load_state(self, stream: StatefulStream, saved: dict[str, Any]) -> Any:
+        """Return the iterator that the stream's own state leads to."""
+        self._rewind_all()
+        stream.resume_pass(saved["own"])
+        iterator = self._make(skip=0)
+        self._restore_data(DataState.saved_as(saved, "now"))
+        return iterator
+
+    def _load_first_again(self, stream: StatefulStream, saved: dict[str, Any]) -> Any:
+        """Return the iterator after the few consumed batches, loaded again; None if others come."""
+        way = None
+        for restart in stream.ways_to_restart(saved["own"], saved.get("last end")):
+            iterator = self._load_again(restart, saved)
+            if iterator is not None and are_equal(stream.state, saved["own"]):
+                return iterator
+            way = way or (restart if iterator is not None else None)
+        iterator = None if way is None else self._load_again(way, saved)
+        if iterator is None:
+            self._trials, self.progress = [], self._progress()
+            return None
+        reason = (
+            f"{self._name}: {saved['batches']} batches are loaded again, and the state of "
+            f"{type(stream.target).__qualname__} after them is not the saved one"
+        )
+        self._report(Restored(self._name, How.REPLAYED, reason))
         return iterator
 
     def _load_again(self, restart: Callable[[], None], saved: dict[str, Any]) -> Any:
@@ -488,21 +480,7 @@ class LoaderSource:
                 next(iterator)
             if self.progress.batches_digest == saved.get("passed"):
                 return iterator
-        self._trials, self.progress = [], self._progress()
         return None
-
-    def _look_ahead(self, begin: Callable[[], Any]) -> list[bytes] | None:
-        """Return digests of the next batches and drop them; None if loading fails."""
-        self._in_trial = True
-        try:
-            iterator = begin()
-            self._rewind()  # both looks draw the same
-            return [fingerprint(batch) for batch in itertools.islice(iterator, TRIAL_BATCHES)]
-        except Exception:  # noqa: BLE001 - as below
-            return None
-        finally:
-            self._in_trial = False
-            self._trials, self.progress = [], self._progress()
 
     def _try_state(self, stream: StatefulStream, trial: dict[str, Any], position: int) -> Any:
         """Return the iterator at a position if the earlier state leads there, else None."""
@@ -510,8 +488,7 @@ class LoaderSource:
         try:
             stream.resume_pass(trial["own"])
             iterator = self._make(skip=0)
-            self._restore_data_generators(trial["data"])
-            carried_state.restore(self._generator_roots, trial["carried"])
+            self._restore_data(DataState(trial["data"], trial["carried"]))
             for _, rng in zip(range(trial["at"], position), trial["rngs"], strict=True):
                 set_main_rng(rng)
                 next(iterator)
@@ -531,13 +508,8 @@ class LoaderSource:
             return
         position = self.progress.position
         if position % _TRIAL_INTERVAL == 1:
-            new = Trial(
-                position,
-                copy.deepcopy(self._stream.state),
-                self._data_generators(),
-                carried_state.capture(self._generator_roots),
-                [],
-            )
+            own = copy.deepcopy(self._stream.state)
+            new = Trial(position, own, *self._capture_data(), [])
             self._trials = [*self._trials[-1:], new]
         rng = main_rng()
         for trial in self._trials:
@@ -550,8 +522,7 @@ class LoaderSource:
             count = self.progress.position - trial.at
             if count >= TRIAL_BATCHES or trial is self._trials[0]:
                 since = itertools.islice(digests, len(digests) - count, None)
-                saved: dict[str, Any] = trial.saved(since)
-                return saved
+                return {**trial._asdict(), "rngs": list(trial.rngs), "since": _folded(since)}
         return None
 
     def _replay(self, iterator: Iterator[Any], saved: dict[str, Any]) -> None:
@@ -650,7 +621,7 @@ class LoaderSource:
 
     def _sampler_values(self) -> dict[str, Any]:
         roots = sampler.unknown_samplers(self._loader)
-        if self._replays():
+        if self._replays:
             roots["dataset"] = self._loader.dataset
         return dict(carried_state.plain_values(roots))
 
@@ -669,8 +640,7 @@ class LoaderSource:
 
     def _rewind_all(self) -> None:
         """Restore all randomness as at the beginning of the pass."""
-        self._restore_data_generators(self._data_generators_before)
-        carried_state.restore(self._generator_roots, self._carried_states_before)
+        self._restore_data(self._data_before)
         self._rewind()
 
     def _progress(self, position: int = 0, samples: int = 0, workers: Any = ()) -> Progress:
@@ -696,7 +666,7 @@ class LoaderSource:
             workers=self.progress.workers,
             base_seed=self._base_seed if skip or self._reuses_workers else None,
             rewind=self._rewind if self._reuses_workers else None,
-            watch=None if self._replays() else Watch(self._generator_roots),
+            watch=None if self._replays else Watch(self._generator_roots),
             compares=self.kind == "iterable",
             before_fetch=None if self._stream is None else self._record_fetch,
         )
@@ -721,31 +691,26 @@ class LoaderSource:
         set_main_rng(self._rng_before)
         sampler.restore(self._loader, self._order_inputs_before)
 
-    def _capture_order_inputs(self, *, stateful: bool = True) -> dict[str, Any]:
-        return sampler.capture(self._loader, stateful=stateful)
+    def _capture_data(self) -> DataState:
+        roots = self._generator_roots
+        generators = randomness.capture({**roots, **sampler.unknown_samplers(self._loader)})
+        return DataState(generators, carried_state.capture(roots))
 
-    def _data_generators(self) -> dict[str, bytes]:
-        """Return generators inside the dataset, collate_fn and unknown samplers, by path."""
-        return randomness.capture(
-            {**self._generator_roots, **sampler.unknown_samplers(self._loader)}
-        )
-
-    def _restore_data_generators(self, saved: dict[str, bytes]) -> None:
-        roots = {**self._generator_roots, **sampler.unknown_samplers(self._loader)}
-        lost = randomness.restore(roots, saved, self._name)
+    def _restore_data(self, saved: DataState) -> None:
+        roots = self._generator_roots
+        carried_state.restore(roots, saved.carried)
+        roots = {**roots, **sampler.unknown_samplers(self._loader)}
+        lost = randomness.restore(roots, saved.generators, self._name)
         if lost:
             self._report(Restored(self._name, How.NOT_KEPT, lost))
 
     @property
     def _generator_roots(self) -> dict[str, Any]:
         """Objects that may hold generators; a stream with state restores its own."""
-        roots: dict[str, Any] = {"collate_fn": self._loader.collate_fn}
-        if self.kind == "map" or self._replays():
-            roots = {"dataset": self._loader.dataset, **roots}
+        roots = {"dataset": self._loader.dataset, "collate_fn": self._loader.collate_fn}
+        if self._stream is not None:
+            del roots["dataset"]
         return roots
-
-    def _replays(self) -> bool:
-        return self.kind == "iterable" and self._stream is None
 
 
 # ---- readers that fetch ahead of training, by a batch or a whole window
@@ -825,13 +790,11 @@ class PrefetchingSource:
         return self._inner.order
 
     def start(self) -> Iterator[Any]:
-        """Begin a pass as the reader itself would."""
         self._clear()
         self.progress = Progress()
         return self._count_returned(self._reader.read(self._open, resumed=False))
 
     def resume(self, saved: dict[str, Any]) -> Iterator[Any]:
-        """Resume the saved pass; fetch again the batches not yet returned."""
         self._clear()
         self._reader.goes_on()
         self._iterator = self._inner.resume(saved["under"])
@@ -846,32 +809,24 @@ class PrefetchingSource:
         return self._count_returned(self._reader.read(self._open, resumed=True))
 
     def abandon(self) -> None:
-        """End a pass left in its middle."""
         self._inner.abandon()
         self._clear()
         self.progress = Progress()
 
     def finish(self) -> None:
-        """End a pass that has run out."""
         self._inner.finish()
         self._clear()
 
     def state(self, in_pass: bool) -> dict[str, Any]:
-        """Return the position of the returned batches, and the records to fetch the rest again."""
-        inner_state = (
-            self._prefetched[0].before
-            if in_pass and self._prefetched
-            else self._inner_state(in_pass)
-        )
+        prefetched = list(self._prefetched) if in_pass else []
         return {
             "position": self.progress.position,
-            "under": inner_state,
-            "again": [fetched.rng for fetched in self._prefetched] if in_pass else [],
+            "under": prefetched[0].before if prefetched else self._inner_state(in_pass),
+            "again": [fetched.rng for fetched in prefetched],
             "reader": self._reader.state(),
         }
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Load a saved state."""
         self.shutdown()
         self._clear()
         self._inner.load(saved["under"])
@@ -879,19 +834,15 @@ class PrefetchingSource:
         self.progress = Progress(saved["position"], saved["samples"])
 
     def undo_draws(self, saved: dict[str, Any]) -> None:
-        """Undo draws since the load, as the first pass after a state between passes begins."""
         self._inner.undo_draws(saved["under"])
 
     def facts(self) -> dict[str, Any]:
-        """Return the values that must be equal for a saved state to be exact here."""
         return {**self._inner.facts(), **self._reader.facts()}
 
     def problems(self) -> list[str]:
-        """Return the parts of this loader that cannot be exact, one sentence each."""
         return self._inner.problems()
 
     def shutdown(self) -> None:
-        """Kill the workers now."""
         self._inner.shutdown()
 
     def _open(self) -> Iterator[Any]:
@@ -905,10 +856,8 @@ class PrefetchingSource:
 
     def _fetch(self) -> Any:
         assert self._iterator is not None
-        before, rng = (
-            self._inner_state(in_pass=True),
-            main_rng() if self._draws_in_main_process else None,
-        )
+        before = self._inner_state(in_pass=True)
+        rng = main_rng() if self._draws_in_main_process else None
         batch = next(self._iterator)
         self._prefetched.append(Fetched(before, rng, self._inner.progress.samples))
         return batch

@@ -33,8 +33,8 @@ def restored(name: str, saved: dict[str, Any], *, in_place: bool) -> list[Restor
         saved: The loader's state.
         in_place: The pass resumes at its batch, in the same data-parallel world.
     """
-    parts = []
-    if paths := saved.get("under", saved).get("changing", []):
+    parts, under = [], saved.get("under", saved)
+    if paths := under.get("changing", []):
         reason = f"{name}: {', '.join(paths)[:200]} changed as it was read, and was not kept"
         parts.append(Restored(name, How.NOT_KEPT, reason))
     if not in_place:
@@ -44,17 +44,12 @@ def restored(name: str, saved: dict[str, Any], *, in_place: bool) -> list[Restor
             whose = f"{saved['facts']['class']}'s own state"
             parts.append(Restored(name, How.OWN_STATE, whose))
         return parts
-    under = saved.get("under", saved)
     is_stream = saved["kind"] == "iterable" or under.get("passed")
     if not is_stream or not under["position"] or under["before"] is None:
         return parts  # its order is compared; or it resumes between passes, checked by a trial
     if under["own"] is None:
         reason = f"{name}: {under['batches']} batches are loaded again"
         parts.append(Restored(name, How.REPLAYED, reason))
-    elif (
-        under.get("trial") is None
-        and not under.get("ran_out")
-        and under["position"] > TRIAL_BATCHES
-    ):
+    elif not (under.get("trial") or under.get("ran_out") or under["position"] <= TRIAL_BATCHES):
         parts.append(Restored(name, How.OWN_STATE, "its dataset's own state"))
     return parts

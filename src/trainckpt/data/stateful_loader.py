@@ -74,7 +74,6 @@ class StatefulSource:
         self._moved_generators: list[list[str] | None] = [None, None]
 
     def start(self) -> Iterator[Any]:
-        """Begin a pass as the loader itself would."""
         rng, generators = main_rng(), self._generators()
         before, self._generators_before = self._generators_before, generators
         self.progress, self._rng_before = Progress(), rng
@@ -92,7 +91,6 @@ class StatefulSource:
         return self._count_batches(self._open_iterator(), start=0)
 
     def resume(self, saved: dict[str, Any]) -> Iterator[Any]:
-        """Resume the saved pass by the loader's own load_state_dict."""
         self._rng_before = saved["rng_before"]
         self._generators_before = before = saved.get("data before", {})
         if self._rng_before is not None:
@@ -112,27 +110,25 @@ class StatefulSource:
         return self._count_batches(batches, start=saved["position"], is_resumed=True)
 
     def abandon(self) -> None:
-        """End a pass left in its middle."""
         self._end(exhausted=False)
         self.progress = Progress()
 
     def finish(self) -> None:
-        """End a pass that has run out."""
         self._end(exhausted=True)
 
     def state(self, in_pass: bool) -> dict[str, Any]:
-        """Return the loader's own state; None before its first pass, as asking may draw."""
+        # before the first pass, asking for the loader's own state may draw
+        has_own_state = self._has_begun or self._stream.is_between
         return {
             "position": self.progress.position,
             "rng_before": self._rng_before if in_pass else None,
             "data before": self._generators_before,
             "data now": self._generators(),
             "drew": list(self._moved_generators),
-            "own": self._stream.state if self._has_begun or self._stream.is_between else None,
+            "own": self._stream.state if has_own_state else None,
         }
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Load the loader's own state."""
         self.shutdown()
         self.progress = Progress(saved["position"], saved["samples"])
         self._moved_generators = list(saved.get("drew", (None, None)))
@@ -145,11 +141,9 @@ class StatefulSource:
             self._stream.resume_between(saved["own"], exhausted=saved["exhausted"])
 
     def undo_draws(self, saved: dict[str, Any]) -> None:
-        """Undo draws since the load, as the first pass after a state between passes begins."""
         self._restore_generators(saved.get("data now", {}))
 
     def facts(self) -> dict[str, Any]:
-        """Return the values that must be equal for a saved state to be exact here."""
         return {
             "num_workers": getattr(self._loader, "num_workers", None),
             "class": type(self._loader).__qualname__,
@@ -157,11 +151,9 @@ class StatefulSource:
         }
 
     def problems(self) -> list[str]:
-        """Return no problems: state missing from the loader's own is unknown."""
-        return []
+        return []  # state missing from the loader's own is unknown
 
     def shutdown(self) -> None:
-        """Kill the workers of the loader's iterator now, if any."""
         if self._last_iterator is not None:
             kill_workers(self._last_iterator)
         self._last_iterator = None

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import IterableDataset
 from torch.utils.data import dataloader as torch_loader
 
-from trainckpt.data.iterators import InProcessIterator, WorkersIterator
+from trainckpt.data.iterators import InProcessIterator, WorkersIterator, has_run_out
 from trainckpt.data.sampler import length
 from trainckpt.data.worker import kill_on_shutdown, kill_workers, signals_blocked
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from torch.utils.data import DataLoader
 
-_Base = torch_loader._BaseDataLoaderIter
-_Multi = torch_loader._MultiProcessingDataLoaderIter
+_Base: Any = torch_loader._BaseDataLoaderIter
+_Multi: Any = torch_loader._MultiProcessingDataLoaderIter
 _TRACKED = (InProcessIterator, WorkersIterator)
 
 
@@ -44,10 +44,15 @@ def shield_all_loaders() -> None:
     A signal to the process group would kill a validation loader's workers, and with them the
     emergency save. Signals blocked in the creating thread stay blocked in its workers.
     """
-    original_init: Any = _Multi.__init__
-    if getattr(original_init, "_shields", False):
+    if hasattr(_Multi, "_shields"):
         return
-    _know_iterators()
+    original_init = _Multi.__init__
+    original_birth = _Base.__init__
+
+    @functools.wraps(original_birth)
+    def known_birth(iterator: Any, loader: DataLoader[Any]) -> None:
+        original_birth(iterator, loader)
+        note_iterator(iterator)
 
     @functools.wraps(original_init)
     def shielded_birth(iterator: Any, loader: DataLoader[Any]) -> None:
@@ -62,10 +67,7 @@ def shield_all_loaders() -> None:
             if (listener := known()) is not None:
                 listener(loader)
 
-    marked: Any = shielded_birth
-    marked._shields = True
-    _Multi.__init__ = marked  # type: ignore[method-assign]
-    original_shutdown: Any = _Multi._shutdown_workers
+    original_shutdown = _Multi._shutdown_workers
 
     @functools.wraps(original_shutdown)
     def end_unless_killed(iterator: Any) -> None:
@@ -77,8 +79,8 @@ def shield_all_loaders() -> None:
         else:
             original_shutdown(iterator)
 
-    ends: Any = end_unless_killed
-    _Multi._shutdown_workers = ends  # type: ignore[method-assign]
+    _Base.__init__, _Multi.__init__ = known_birth, shielded_birth
+    _Multi._shutdown_workers, _Multi._shields = end_unless_killed, True
 
 
 # ---- the iterators that a script is in the middle of
@@ -104,9 +106,7 @@ def open_iterators() -> Iterator[tuple[Any, str, int]]:
 
 def _has_ended(iterator: Any, batches: int) -> bool:
     if isinstance(iterator._dataset, IterableDataset):
-        fetcher = getattr(iterator, "_dataset_fetcher", None)
-        workers = getattr(iterator, "_workers_status", [True])
-        return bool(getattr(fetcher, "ended", False)) or not any(workers)
+        return has_run_out(iterator) or not any(getattr(iterator, "_workers_status", [True]))
     count = length(iterator)
     return count is not None and batches >= count
 
@@ -115,15 +115,3 @@ def note_iterator(value: object) -> None:
     """Note an untracked iterator that was made before the first Checkpointer; ignore others."""
     if isinstance(value, _Base) and not isinstance(value, _TRACKED):
         _iterators.add(value)
-
-
-def _know_iterators() -> None:
-    original: Any = _Base.__init__
-
-    @functools.wraps(original)
-    def known_birth(iterator: Any, loader: DataLoader[Any]) -> None:
-        original(iterator, loader)
-        note_iterator(iterator)
-
-    known: Any = known_birth
-    _Base.__init__ = known  # type: ignore[method-assign]

@@ -26,7 +26,8 @@ import threading
 import time
 import warnings
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch._C import _remove_worker_pids
@@ -65,9 +66,7 @@ if TYPE_CHECKING:
 # that join would never return.
 
 
-_NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
-SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
-_CAN_MASK = hasattr(signal, "pthread_sigmask")
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ORPHAN_CHECK_SECONDS = 2.0
 _REAP_SECONDS = 5.0
 
@@ -79,13 +78,10 @@ def signals_blocked(start_method: str | None = None) -> Iterator[None]:
     Args:
         start_method: "fork", "spawn" or "forkserver"; None means multiprocessing's default.
     """
-    if not _CAN_MASK:
-        yield
-        return
     old = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         if (start_method or multiprocessing.get_start_method()) != "fork":
-            _ensure_resource_tracker()
+            resource_tracker.ensure_running()
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # starting it unblocked two of them
         yield
     finally:
@@ -97,8 +93,7 @@ def shield_worker() -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.set_wakeup_fd(-1)  # a forked worker would write into the parent's pipe
-    if _CAN_MASK:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     threading.Thread(target=_exit_when_orphaned, args=(os.getppid(),), daemon=True).start()
 
 
@@ -132,12 +127,6 @@ def kill_workers(iterator: Any) -> None:
         queue.close()
 
 
-def _ensure_resource_tracker() -> None:
-    from multiprocessing import resource_tracker
-
-    resource_tracker.ensure_running()
-
-
 def _exit_when_orphaned(parent: int) -> None:
     # torch looks for a dead parent only between batches, and SIGTERM no longer ends a long one.
     origin = multiprocessing.parent_process()
@@ -167,10 +156,8 @@ def _kill_all(workers: Sequence[BaseProcess]) -> None:
 
 def _forget_pids(key: int) -> None:
     # or torch's SIGCHLD handler raises "DataLoader worker is killed by signal" in the main thread
-    try:
+    with suppress(ValueError):  # torch forgot them itself
         _remove_worker_pids(key)
-    except ValueError:
-        pass  # torch forgot them itself
 
 
 # ---- randomness, sent home with each batch
@@ -200,15 +187,10 @@ class BatchWithRng(NamedTuple):
 
     def changed_states(self) -> dict[str, Any]:
         """Return the generators changed by this batch, by name, and the data's states."""
-        states = None if self.carried is None else self.carried.states
-        named = {
-            "python": self.python,
-            "numpy": self.numpy,
-            "torch": self.torch,
-            OWN_GENERATORS: self.own,
-            CARRIED_STATES: states,
-        }
-        return {key: value for key, value in named.items() if value is not None}
+        names = ("python", "numpy", "torch", OWN_GENERATORS)
+        states = {name: getattr(self, name) for name in names}
+        states[CARRIED_STATES] = None if self.carried is None else self.carried.states
+        return {name: state for name, state in states.items() if state is not None}
 
     def changing_attributes(self) -> Seen | None:
         """Return the attributes of the data that were seen to change and are not saved."""
@@ -237,12 +219,12 @@ class RngCollate:
         worker = get_worker_info()
         if worker is None:
             return batch
-        changed = changed_since(_sent_states)
-        packed_generators = randomness.pack(randomness.capture(self.generator_roots()))
+        changed, roots = changed_since(_sent_states), self.generator_roots()
+        packed_generators = randomness.pack(randomness.capture(roots))
         if packed_generators != _sent_states.get(OWN_GENERATORS, b""):
             changed[OWN_GENERATORS] = packed_generators
         _sent_states.update(changed)
-        states = carried_state.capture(self.generator_roots()) if self.carries else {}
+        states = carried_state.capture(roots) if self.carries else {}
         changing = _watches[0].poll_changes() if _watches else None
         return BatchWithRng(
             batch,
@@ -271,18 +253,16 @@ class WorkerStart:
         shield_worker()
         if self.user is not None:
             self.user(worker)
+        roots = self.tap.generator_roots()
         if worker in self.saved:
-            set_main_rng(self.saved[worker])
-            own = randomness.unpack(self.saved[worker].get(OWN_GENERATORS, b""))
-            lost = randomness.restore(self.tap.generator_roots(), own, f"worker {worker}")
+            saved = self.saved[worker]
+            set_main_rng(saved)
+            own = randomness.unpack(saved.get(OWN_GENERATORS, b""))
+            lost = randomness.restore(roots, own, f"worker {worker}")
             if lost:
                 warnings.warn(lost, stacklevel=2)
-            carried_state.restore(
-                self.tap.generator_roots(), self.saved[worker].get(CARRIED_STATES, {})
-            )
+            carried_state.restore(roots, saved.get(CARRIED_STATES, {}))
         _sent_states.clear()
         _sent_states.update(packed_rng())
-        _sent_states[OWN_GENERATORS] = randomness.pack(
-            randomness.capture(self.tap.generator_roots())
-        )
-        _watches[:] = [Watch(self.tap.generator_roots())] if self.tap.carries else []
+        _sent_states[OWN_GENERATORS] = randomness.pack(randomness.capture(roots))
+        _watches[:] = [Watch(roots)] if self.tap.carries else []
