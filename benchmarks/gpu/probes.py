@@ -23,7 +23,7 @@ from benchmarks.gpu.device import GB
 
 import trainckpt
 from trainckpt.format.cursor import Cursor
-from trainckpt.ranks.store import LocalStore
+from trainckpt.ranks.store import local_store
 from trainckpt.ranks.world import World
 from trainckpt.state.captured import Captured
 from trainckpt.state.device_copy import DeviceCopier
@@ -135,7 +135,7 @@ class Trained:
         registry.add("model", self.model)
         registry.add("optimizer", self.optimizer)
         small: Any = Partner()
-        self.moments = StepHistory(registry, LocalStore(World(0, 1, 0, "here")), small)
+        self.moments = StepHistory(registry, local_store(World(0, 1, 0, "here")), small)
 
     def train(self) -> None:
         """Train one step."""

@@ -13,7 +13,7 @@ from trainckpt.format.exactness import How, Restored, decide
 from trainckpt.format.layout import replicated
 from trainckpt.format.manifest import Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
-from trainckpt.ranks.store import TorchStore
+from trainckpt.ranks.store import RankStore
 from trainckpt.ranks.world import World
 from trainckpt.resume.report import of_all_ranks, other_state
 from trainckpt.resume.resume import ResumePoint
@@ -59,7 +59,7 @@ def test_what_another_rank_alone_could_not_put_back_is_said_with_its_rank():
     store, own = HashStore(), [[a_list], [a_list, generator], [generator, by_itself]]
 
     def said(rank):
-        return of_all_ranks(TorchStore(World(rank, 3, rank, "here"), store), own[rank])
+        return of_all_ranks(RankStore(World(rank, 3, rank, "here"), store), own[rank])
 
     with ThreadPoolExecutor(3) as ranks:
         everyone = list(ranks.map(said, range(3)))

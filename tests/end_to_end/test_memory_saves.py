@@ -17,7 +17,7 @@ from tests.end_to_end.training import attempt, crashed, usable
 from trainckpt import Checkpointer
 from trainckpt.errors import TierUnavailable
 from trainckpt.launcher.prefetch import bring
-from trainckpt.ranks.store import LocalStore
+from trainckpt.ranks.store import local_store
 from trainckpt.ranks.world import World
 from trainckpt.replicate.replicator import domains_of
 from trainckpt.resume.scavenge import scavenge
@@ -63,7 +63,7 @@ def test_a_crashed_run_goes_on_from_the_step_it_had_in_memory(tmp_path, straight
 def test_two_processes_never_bring_the_same_memory(tmp_path):
     """The other may commit a file that this one is about to write anew."""
     crashed(tmp_path, CRASH_AT, **SAVING)
-    tier, channel = LocalTier(tmp_path), LocalStore(World(0, 1, 0, "host"))
+    tier, channel = LocalTier(tmp_path), local_store(World(0, 1, 0, "host"))
     run, seats = run_id(tier), [RankLocation("host", own_view())]
     code = (
         "import sys; from trainckpt.storage.shared_memory import SharedMemoryDir\n"
@@ -84,7 +84,7 @@ def test_memory_is_brought_where_the_system_gives_no_lock_and_nobody_tries_for_e
     crashed(tmp_path, CRASH_AT, **SAVING)
     tier, channel, opened, asked = (
         LocalTier(tmp_path),
-        LocalStore(World(0, 1, 0, "host")),
+        local_store(World(0, 1, 0, "host")),
         os.open,
         [],
     )

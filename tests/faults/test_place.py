@@ -15,7 +15,7 @@ from tests.faults import programs
 from tests.faults.dead_mount import dead_mount, why_not
 from trainckpt.errors import ConfigurationError, TierUnavailable
 from trainckpt.preemption import slurm
-from trainckpt.ranks.store import LocalStore
+from trainckpt.ranks.store import local_store
 from trainckpt.ranks.world import World
 from trainckpt.run_directory import run_url as places
 from trainckpt.run_directory.validate import RankLocation, attach
@@ -250,7 +250,7 @@ class NoFolderSync(Disk):
 
 def attached(place, disk, mode="auto"):
     """Attach to a place on such a disk."""
-    channel = LocalStore(World(0, 1, 0, "here"))
+    channel = local_store(World(0, 1, 0, "here"))
     return attach(LocalTier(place, disk), channel, [RankLocation("here", "")], mode, by_name=False)
 
 

@@ -23,7 +23,7 @@ from trainckpt.attempt.save_handle import SaveHandle
 from trainckpt.errors import TrainckptError, UnusableSnapshot
 from trainckpt.format.attempt_record import UNDECIDED, AttemptRecord
 from trainckpt.format.cursor import Cursor
-from trainckpt.ranks.store import LocalStore
+from trainckpt.ranks.store import local_store
 from trainckpt.ranks.world import World
 from trainckpt.save.arenas import Arenas
 from trainckpt.save.committer import ManifestDefaults
@@ -70,7 +70,7 @@ def record(place, disk, saves, keep_last=9):
     parent = len(disk.done)
     registry, weight = Registry(), nn.Linear(2, 1)
     registry.add("model", weight)
-    channel = LocalStore(World(0, 1, 0, "here"))
+    channel = local_store(World(0, 1, 0, "here"))
     facts, arenas = (
         ManifestDefaults(run, AttemptId(1), None, {}, keep_last),
         Arenas(tier.url, 0, [0]),

@@ -15,7 +15,7 @@ import threading
 import pytest
 
 from trainckpt.preemption import SignalSource
-from trainckpt.ranks import BoundaryGate, LocalStore, Watcher, World
+from trainckpt.ranks import BoundaryGate, Watcher, World, local_store
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -71,7 +71,7 @@ def test_a_signal_is_seen_by_the_watcher_while_main_is_stuck_in_c():
             super().request(notice)
             os.write(write, b"!")
 
-    watcher = Telling(gate, LocalStore(World(0, 1, 0, "here")), [heard])
+    watcher = Telling(gate, local_store(World(0, 1, 0, "here")), [heard])
     watcher.start()
     threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
     buffer = ctypes.create_string_buffer(1)

@@ -17,8 +17,7 @@ from tests.ranks.programs import Training, terminate_myself
 from trainckpt.errors import NoAgreement
 from trainckpt.notice import Notice
 from trainckpt.preemption import SignalSource
-from trainckpt.ranks import BoundaryGate, TorchStore, Watcher, World
-from trainckpt.ranks.store import RankStore
+from trainckpt.ranks import BoundaryGate, RankStore, Watcher, World
 
 AHEAD = 500
 
@@ -123,7 +122,7 @@ class Rank:
     def __init__(self, boss, rank, size, port, moment=None, act=None):
         self.boss, self.rank = boss, rank
         store = TCPStore("127.0.0.1", port, is_master=False)
-        channel = TorchStore(World(rank, size, rank, "here"), store, "test/1/").connection()
+        channel = RankStore(World(rank, size, rank, "here"), store, "test/1/").connection()
         act = act or self.kill_the_host
         if moment is not None:
             channel = Interrupted(channel, moment, act)

@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from trainckpt.errors import NoAgreement
 from trainckpt.ranks import world
-from trainckpt.ranks.store import TorchStore
+from trainckpt.ranks.store import RankStore
 from trainckpt.ranks.world import World, agree_on_name
 
 
@@ -18,7 +18,7 @@ from trainckpt.ranks.world import World, agree_on_name
 def store(monkeypatch):
     """One store that every start shares, as that of a torchrun agent."""
     found = HashStore()
-    monkeypatch.setattr(world, "connect", lambda world, name: TorchStore(world, found, f"{name}/"))
+    monkeypatch.setattr(world, "connect", lambda world, name: RankStore(world, found, f"{name}/"))
     return found
 
 

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 from trainckpt.errors import ConfigurationError, NoAgreement
-from trainckpt.ranks import LocalStore, TorchStore, World, connect
+from trainckpt.ranks import RankStore, World, connect, local_store
 from trainckpt.ranks.store import own_connection
 
 
@@ -20,7 +20,7 @@ def make_store(kind, folder):
 
 def ranks_over(store):
     """Two ranks in one process, each on a connection of its own."""
-    return [TorchStore(World(r, 2, r, "here"), store, "test/1/").connection() for r in range(2)]
+    return [RankStore(World(r, 2, r, "here"), store, "test/1/").connection() for r in range(2)]
 
 
 @pytest.fixture(params=["tcp", "hash", "file"])
@@ -36,7 +36,7 @@ def two(store):
 @pytest.fixture(params=["alone", "tcp", "hash", "file"])
 def channel(request, tmp_path):
     if request.param == "alone":
-        return LocalStore(World(0, 1, 0, "here"))
+        return local_store(World(0, 1, 0, "here"))
     return ranks_over(make_store(request.param, tmp_path))[0]
 
 
@@ -90,7 +90,7 @@ def test_a_get_in_vain_says_what_was_waited_for_and_how_long(channel):
 
 def test_one_rank_gathers_and_passes_barriers_by_itself():
     """No store, no process group."""
-    channel = LocalStore(World(0, 1, 0, "here"))
+    channel = local_store(World(0, 1, 0, "here"))
     assert channel.gather("x", 5, 1) == [5]
     channel.barrier("y", 1)
 

@@ -13,7 +13,7 @@ from torch.distributed import HashStore, TCPStore
 
 from trainckpt.errors import NoAgreement
 from trainckpt.notice import Notice
-from trainckpt.ranks import BoundaryGate, LocalStore, TorchStore, Watcher, World
+from trainckpt.ranks import BoundaryGate, RankStore, Watcher, World, local_store
 from trainckpt.ranks.watcher import decide_within
 
 STOP = Notice("SIGTERM")
@@ -54,7 +54,7 @@ def ranks():
         store = store or HashStore()
         for rank in range(size) if only is None else only:
             world = World(rank, size, rank, "here")
-            channel = LocalStore(world) if size == 1 else TorchStore(world, store, "test/1/")
+            channel = local_store(world) if size == 1 else RankStore(world, store, "test/1/")
             made.append(Rank(channel, sources if rank == 0 else (), **options))
         return made if size > 1 else made[-1]
 
@@ -321,7 +321,7 @@ LOST_STORE = """
     if os.fork() == 0:
         client = TCPStore("127.0.0.1", store.port, is_master=False)
         agreement = BoundaryGate()
-        watcher = Watcher(agreement, TorchStore(World(1, 2, 1, "here"), client))
+        watcher = Watcher(agreement, RankStore(World(1, 2, 1, "here"), client))
         watcher.start()
         os.write(write, b"1")
         watcher._threads[1].join()
@@ -349,7 +349,7 @@ def test_a_script_that_ends_without_closing_does_not_crash_the_interpreter():
 
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(2):
-            channel = TorchStore(World(rank, 2, rank, "here"), store).connection()
+            channel = RankStore(World(rank, 2, rank, "here"), store).connection()
             Watcher(BoundaryGate(), channel).start()
     """
     assert run_python(program) == (0, "")

@@ -9,7 +9,7 @@ import pytest
 from tests.end_to_end.training import crashed, usable
 from trainckpt.errors import NoAgreement
 from trainckpt.format.names import SnapshotName
-from trainckpt.ranks.store import LocalStore
+from trainckpt.ranks.store import local_store
 from trainckpt.ranks.world import World
 from trainckpt.replicate.replicator import ReplicationFailed, set_up_local
 from trainckpt.replicate.rereplicate import StoredSnapshot
@@ -52,7 +52,7 @@ def test_what_fails_late_takes_nothing_from_a_snapshot_that_is_newer(stored, tmp
     replica_slots.write_manifest(memory, newer, b"{}")
     shutil.rmtree(tmp_path / stored.name.folder)  # so it fails
     for over in (False, True):
-        protection = set_up_local(LocalStore(world), str(tmp_path), ["host"])
+        protection = set_up_local(local_store(world), str(tmp_path), ["host"])
         protection.supersede(over=over)
         with pytest.raises(ReplicationFailed):
             protection.replicate_stored(stored)

@@ -17,7 +17,7 @@ from trainckpt.attempt.record_log import AttemptId, AttemptLog
 from trainckpt.attempt.save_handle import COMMITTED, SaveHandle
 from trainckpt.errors import SaveFailed, TierUnavailable
 from trainckpt.format.attempt_record import AttemptRecord
-from trainckpt.ranks.store import LocalStore, TorchStore
+from trainckpt.ranks.store import RankStore, local_store
 from trainckpt.ranks.world import World
 from trainckpt.replicate import tier_uploader
 from trainckpt.replicate import tier_uploader as uploaders
@@ -68,7 +68,7 @@ def flushing(place, tiers):
     for rank, tier in enumerate(tiers):
         tier.name = "slow"
         log = AttemptLog(place, AttemptRecord(1), writes=rank == 0)
-        channel = TorchStore(World(rank, 2, rank, "host"), store, "run/")
+        channel = RankStore(World(rank, 2, rank, "host"), store, "run/")
         work = UploadContext(
             place, ArenaFirstReader(place, None), channel, log, "run", AttemptId(1), 3
         )
@@ -189,7 +189,7 @@ def test_a_damaged_record_of_the_tier_is_no_loss_of_the_snapshot(place, manifest
 
 
 def test_a_copy_hangs_once_no_rank_gets_on_with_it_which_the_end_of_a_file_may_hide_for_longer():
-    channel = LocalStore(World(0, 1, 0, "host"))
+    channel = local_store(World(0, 1, 0, "host"))
     signs, copier, now_s = ProgressWatchdog(channel), UploadRound(channel), 1000.0
     assert not signs.is_stuck(now_s)
     assert not signs.is_stuck(now_s + HANGS_AFTER_S)

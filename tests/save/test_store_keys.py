@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 from tests.end_to_end import kept_by_others
 from tests.limits import HANG_S
 from tests.ranks.processes import preload, run_ranks
-from trainckpt.ranks import TorchStore, World
+from trainckpt.ranks import RankStore, World
 from trainckpt.replicate.replicator import STEP_S
 from trainckpt.save import committer
 
@@ -28,7 +28,7 @@ class Rank:
 
     def __init__(self, store, rank):
         world = World(rank, RANKS, rank, "here")
-        self.channel = TorchStore(world, store, "test/").connection()
+        self.channel = RankStore(world, store, "test/").connection()
         self.rank, self.keys = rank, committer.SaveKeys(self.channel)
 
     def save(self, sequence, skipped=()):

@@ -27,7 +27,7 @@ from trainckpt.dumping import handshake
 from trainckpt.dumping.handshake import DumpRequest
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.notice import Notice
-from trainckpt.ranks.store import TorchStore
+from trainckpt.ranks.store import RankStore
 from trainckpt.ranks.world import World
 from trainckpt.snapshot import attempt_history
 from trainckpt.state import memory_discard
@@ -272,7 +272,7 @@ def test_a_rank_whose_memory_does_not_come_back_keeps_no_other_waiting(monkeypat
     store, memories = HashStore(), [Memory(comes_back=True), Memory(comes_back=False)]
 
     def come_back(rank):
-        channel = TorchStore(World(rank, 2, rank, "here"), store)
+        channel = RankStore(World(rank, 2, rank, "here"), store)
         rest = DumpPause(
             channel=channel,
             hooks=Hooks(),

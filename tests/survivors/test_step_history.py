@@ -9,7 +9,7 @@ import torch
 
 from tests.state.slow_device import SlowDevice
 from trainckpt.format.cursor import Cursor
-from trainckpt.ranks.store import LocalStore
+from trainckpt.ranks.store import local_store
 from trainckpt.ranks.world import World
 from trainckpt.state.device_copy import DeviceCopier
 from trainckpt.state.registry import Registry
@@ -48,7 +48,7 @@ def parts():
 
 
 def moments(registry, small, side=None):
-    return StepHistory(registry, LocalStore(World(0, 1, 0, "here")), small, side=side)
+    return StepHistory(registry, local_store(World(0, 1, 0, "here")), small, side=side)
 
 
 def train(model, optimizer):

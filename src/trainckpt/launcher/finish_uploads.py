@@ -94,7 +94,7 @@ def _flush(tier: Place, number: int) -> bool:
 
 def _bring(tier: Place, number: int) -> str | None:
     """Copy from this host's memory to the run directory; return the snapshot's name."""
-    from trainckpt.ranks.store import LocalStore
+    from trainckpt.ranks.store import local_store
     from trainckpt.ranks.world import World
     from trainckpt.resume.scavenge import scavenge
     from trainckpt.run_directory.validate import RankLocation, own_view
@@ -106,7 +106,7 @@ def _bring(tier: Place, number: int) -> str | None:
         return None
     host = str(hosts[0])
     begun_s = time.monotonic()
-    name = scavenge(tier, LocalStore(World(0, 1, 0, host)), run, [RankLocation(host, own_view())])
+    name = scavenge(tier, local_store(World(0, 1, 0, host)), run, [RankLocation(host, own_view())])
     if name is None:
         _say(f"memory has no complete snapshot newer than those in {tier.url}")
         return None

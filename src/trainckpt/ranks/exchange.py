@@ -16,7 +16,7 @@ import torch
 import torch.distributed
 
 from trainckpt.errors import NoAgreement
-from trainckpt.ranks.store import TorchStore, own_connection
+from trainckpt.ranks.store import own_connection
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,7 +61,6 @@ class Exchange:
         """
         self._members, self._me = tuple(members), members.index(channel.world.rank)
         self.timeout_s = timeout_s
-        assert isinstance(channel, TorchStore)
         c10d: Any = torch.distributed
         try:
             store = c10d.PrefixStore(channel.full(key), own_connection(channel.store))

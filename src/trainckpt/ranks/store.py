@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import json
 import math
-import threading
-from collections import defaultdict
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed
 
@@ -40,43 +38,80 @@ WAITED = "see in their logs where the other ranks are: one of them hangs, or has
 Store = Any  # torch.distributed.Store, not exported to type checkers
 
 
-class RankStore(Protocol):
+class RankStore:
     """Keys and JSON values shared by all ranks of one attempt. Any thread, any order.
 
     A value is never `null`: `peek` returns None for a missing key.
+
+    Attributes:
+        store: The torch store; our keys lie under its prefix.
     """
 
-    world: World
+    def __init__(self, world: World, store: Store, prefix: str = "", made_of: Any = None) -> None:
+        self.world = world
+        self.store = store
+        self._made_of = made_of
+        self._prefix = prefix
+
+    def full(self, key: str) -> str:
+        """Return the key as stored."""
+        return self._prefix + key
 
     def put(self, key: str, value: Any) -> None:
         """Set `key`; an older value is replaced."""
+        self._ask("set", key, lambda: self.store.set(self._prefix + key, _dump(value)))
 
     def put_all(self, values: Mapping[str, Any]) -> None:
         """Set many keys, in one message if the store supports it."""
+        keys = [self._prefix + key for key in values]
+        texts = [_dump(value) for value in values.values()]
+        self._ask("set", ", ".join(values), lambda: self.store.multi_set(keys, texts))
 
     def peek(self, key: str) -> Any:
         """Return the value, or None if the key is not there. Does not block."""
+        return self.peek_all([key])[0]
 
     def peek_all(self, keys: Sequence[str]) -> list[Any]:
         """`peek` for each key; one message if all are there."""
+        full = [self._prefix + key for key in keys]
+        return self._ask("read", ", ".join(keys), lambda: self._read(full))
 
     def propose(self, key: str, value: Any) -> Any:
         """Set `key` unless it exists. Return the value that stands: the first."""
+        full, text = self._prefix + key, _dump(value)
+        return json.loads(self._ask("set", key, lambda: self.store.compare_set(full, "", text)))
 
     def count(self, key: str, by: int = 1) -> int:
         """Add `by` to a counter (absent: 0) and return the sum. A counter is no value."""
+        return int(self._ask("count", key, lambda: self.store.add(self._prefix + key, by)))
 
     def wait(self, key: str, timeout_s: float) -> bool:
-        """Block until `key` is there; False after `timeout_s`."""
+        """Block until `key` is there; False after `timeout_s`.
+
+        A time-out also makes c10d write a warning to stderr.
+        """
+        limit = timedelta(seconds=max(timeout_s, 0.001))
+        try:
+            self.store.wait([self._prefix + key], limit)
+        except RuntimeError as error:
+            if _is_timeout(error):
+                return False
+            raise self._gone("wait for", key, error) from error
+        return True
 
     def forget(self, keys: Sequence[str]) -> None:
         """Delete keys, values and counters without readers. One message each."""
+        for key in keys:
+            self._ask("delete", key, partial(self.store.delete_key, self._prefix + key))
 
     def scoped(self, prefix: str) -> RankStore:
         """Return the same store with every key under `prefix`."""
+        return RankStore(self.world, self.store, f"{self._prefix}{prefix}/", self)
 
     def connection(self) -> RankStore:
         """Return the same channel on a store connection of its own, for a waiting thread."""
+        store = self._ask("connect", self._prefix, lambda: own_connection(self.store))
+        return RankStore(self.world, store, self._prefix, self)
 
     def get(self, key: str, timeout_s: float) -> Any:
         """Block until `key` is there, and return its value.
@@ -152,147 +187,6 @@ class RankStore(Protocol):
                 hint=WAITED,
             )
 
-
-class LocalStore(RankStore):
-    """Store of a single rank: a dictionary and a condition in this process."""
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self._prefix = ""
-        self._values: dict[str, str] = {}
-        self._counts: defaultdict[str, int] = defaultdict(int)
-        self._changed = threading.Condition()
-
-    def put(self, key: str, value: Any) -> None:
-        """See `RankStore`."""
-        self.put_all({key: value})
-
-    def put_all(self, values: Mapping[str, Any]) -> None:
-        """See `RankStore`."""
-        with self._changed:
-            self._values.update({self._prefix + key: _dump(v) for key, v in values.items()})
-            self._changed.notify_all()
-
-    def peek(self, key: str) -> Any:
-        """See `RankStore`."""
-        text = self._values.get(self._prefix + key)
-        return None if text is None else json.loads(text)
-
-    def peek_all(self, keys: Sequence[str]) -> list[Any]:
-        """See `RankStore`."""
-        return [self.peek(key) for key in keys]
-
-    def propose(self, key: str, value: Any) -> Any:
-        """See `RankStore`."""
-        with self._changed:
-            self._values.setdefault(self._prefix + key, _dump(value))
-            self._changed.notify_all()
-        return self.peek(key)
-
-    def count(self, key: str, by: int = 1) -> int:
-        """See `RankStore`."""
-        with self._changed:
-            self._counts[self._prefix + key] += by
-            return self._counts[self._prefix + key]
-
-    def wait(self, key: str, timeout_s: float) -> bool:
-        """See `RankStore`."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self._prefix + key in self._values, timeout_s)
-
-    def forget(self, keys: Sequence[str]) -> None:
-        """See `RankStore`."""
-        with self._changed:
-            for key in keys:
-                self._values.pop(self._prefix + key, None)
-                self._counts.pop(self._prefix + key, None)
-
-    def scoped(self, prefix: str) -> RankStore:
-        """See `RankStore`."""
-        inner = LocalStore(self.world)
-        inner._prefix = f"{self._prefix}{prefix}/"
-        inner._values, inner._counts = self._values, self._counts
-        inner._changed = self._changed
-        return inner
-
-    def connection(self) -> RankStore:
-        """See `RankStore`. Returns this very object, since no call stalls another."""
-        return self
-
-
-class TorchStore(RankStore):
-    """Store of several ranks, over one connection to a torch.distributed store.
-
-    It keeps the underlying objects alive: on the rank with the store's server, a script may drop
-    its process group before we have left.
-
-    Attributes:
-        store: The torch store; our keys lie under its prefix.
-    """
-
-    def __init__(self, world: World, store: Store, prefix: str = "", made_of: Any = None) -> None:
-        self.world = world
-        self.store = store
-        self._made_of = made_of
-        self._prefix = prefix
-
-    def full(self, key: str) -> str:
-        """Return the key as stored."""
-        return self._prefix + key
-
-    def put(self, key: str, value: Any) -> None:
-        """See `RankStore`."""
-        self._ask("set", key, lambda: self.store.set(self._prefix + key, _dump(value)))
-
-    def put_all(self, values: Mapping[str, Any]) -> None:
-        """See `RankStore`."""
-        keys = [self._prefix + key for key in values]
-        texts = [_dump(value) for value in values.values()]
-        self._ask("set", ", ".join(values), lambda: self.store.multi_set(keys, texts))
-
-    def peek(self, key: str) -> Any:
-        """See `RankStore`."""
-        return self.peek_all([key])[0]
-
-    def peek_all(self, keys: Sequence[str]) -> list[Any]:
-        """See `RankStore`."""
-        full = [self._prefix + key for key in keys]
-        return self._ask("read", ", ".join(keys), lambda: self._read(full))
-
-    def propose(self, key: str, value: Any) -> Any:
-        """See `RankStore`."""
-        full, text = self._prefix + key, _dump(value)
-        return json.loads(self._ask("set", key, lambda: self.store.compare_set(full, "", text)))
-
-    def count(self, key: str, by: int = 1) -> int:
-        """See `RankStore`."""
-        return int(self._ask("count", key, lambda: self.store.add(self._prefix + key, by)))
-
-    def wait(self, key: str, timeout_s: float) -> bool:
-        """See `RankStore`. A time-out also makes c10d write a warning to stderr."""
-        limit = timedelta(seconds=max(timeout_s, 0.001))
-        try:
-            self.store.wait([self._prefix + key], limit)
-        except RuntimeError as error:
-            if _is_timeout(error):
-                return False
-            raise self._gone("wait for", key, error) from error
-        return True
-
-    def forget(self, keys: Sequence[str]) -> None:
-        """See `RankStore`."""
-        for key in keys:
-            self._ask("delete", key, partial(self.store.delete_key, self._prefix + key))
-
-    def scoped(self, prefix: str) -> RankStore:
-        """See `RankStore`."""
-        return TorchStore(self.world, self.store, f"{self._prefix}{prefix}/", self)
-
-    def connection(self) -> RankStore:
-        """See `RankStore`."""
-        store = self._ask("connect", self._prefix, lambda: own_connection(self.store))
-        return TorchStore(self.world, store, self._prefix, self)
-
     def _read(self, keys: list[str]) -> list[Any]:
         if self.store.check(keys):
             return [json.loads(text) for text in self.store.multi_get(keys)]
@@ -323,9 +217,14 @@ def connect(world: World, namespace: str) -> RankStore:
         namespace: Names the run and its attempt, the same on all ranks, such as "gpt/3".
     """
     if world.size == 1:
-        return LocalStore(world).scoped(namespace)
-    shared = TorchStore(world, _default_store(), f"trainckpt/{namespace}/")
+        return local_store(world).scoped(namespace)
+    shared = RankStore(world, _default_store(), f"trainckpt/{namespace}/")
     return shared.connection()
+
+
+def local_store(world: World) -> RankStore:
+    """Return the store of a single rank, inside this process."""
+    return RankStore(world, torch.distributed.HashStore())  # type: ignore[attr-defined]
 
 
 def own_connection(store: Store, *, clone: bool = True) -> Store:
