@@ -52,6 +52,7 @@ from trainckpt.save.checks import UntrackedOptimizers, check_storable
 from trainckpt.save.estimates import SaveEstimator, Timings
 from trainckpt.save.requests import SaveRequests
 from trainckpt.start_attempt import Attempt, RankContext, start_attempt
+from trainckpt.state import script_variables
 from trainckpt.state.early_draws import EarlyDraws
 from trainckpt.state.registry import Registry
 from trainckpt.stop.listener import NoticeListener
@@ -458,6 +459,7 @@ class Checkpointer:
             self._registry.watched.training_begins()
             if self._has_plain_loop:
                 self._registry.open_loaders.begin()
+                self._registry.script_variables.begin()
             self._loop_checks.on_first_boundary(
                 asks=not (evaluation or closing or self._hooks.on_resume)
             )
@@ -469,6 +471,8 @@ class Checkpointer:
             entered = self._position.cursor.evaluations
             found = self._phased_restore.reach(evaluation=entered, has_loader=bool(self._loaders))
             attempt.report.note(seen_since(found))
+            if found.numbers:
+                logger.info("hint: %s", script_variables.hint(found.numbers))
         if was_under_way and not self._phased_restore.under_way:
             attempt.report.compared()
         elif attempt.report.is_awaited:

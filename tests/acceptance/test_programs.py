@@ -162,9 +162,12 @@ def case(program, *stops, cause="", still=""):
         case(
             "learning_rate_by_plain_object",
             3,
-            still="documented: a plain object that is not passed begins anew",
+            cause="hint: variables of the script are not restored, and these are not as when it "
+            "was saved: schedule.count",
         ),
-        case("teacher_not_passed", 3, still="documented: a module that is not passed begins anew"),
+        case("teacher_not_passed", 3, cause="not as when it was saved: teacher"),
+        case("carried_in_variables", 3, 9, cause="not as when it was saved: hidden"),
+        case("printed_in_variables", 3, 9),
     ],
 )
 def test_a_resume_trains_the_same_or_says_that_it_does_not(tmp_path, program, stops, cause):

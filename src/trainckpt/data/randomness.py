@@ -267,12 +267,12 @@ def _is_own(value: Any) -> bool:
     if kind in (list, tuple, dict, functools.partial, types.MethodType):
         return True
     if kind is types.FunctionType:
-        return _is_own_module(value.__module__ or "")
-    return _is_own_module(kind.__module__) and not issubclass(kind, torch.nn.Module)
+        return is_own_module(value.__module__ or "")
+    return is_own_module(kind.__module__) and not issubclass(kind, torch.nn.Module)
 
 
 @functools.cache
-def _is_own_module(name: str) -> bool:
+def is_own_module(name: str) -> bool:
     """Return True for a module of the script's, outside the places of installed packages."""
     if name == "__main__":
         return True
@@ -372,7 +372,7 @@ def _globals_of_class(kind: type) -> tuple[tuple[str, dict[str, Any]], ...]:
     methods = [
         getattr(method, "__wrapped__", method)
         for base in kind.__mro__
-        if _is_own_module(base.__module__)
+        if is_own_module(base.__module__)
         for method in vars(base).values()
     ]
     return _globals_named(tuple(m for m in methods if type(m) is types.FunctionType))

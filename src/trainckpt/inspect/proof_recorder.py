@@ -21,7 +21,7 @@ from trainckpt.format.digest import digest
 from trainckpt.format.json_io import canonical
 from trainckpt.inspect.proof_files import PROOF_FOLDER, record_writes
 from trainckpt.run_directory.run_url import PROVE_VARIABLE
-from trainckpt.state import staging, values
+from trainckpt.state import script_variables, staging, values
 from trainckpt.state.adapters.model import FROZEN
 from trainckpt.state.adapters.tracked_file import PART as FILES
 from trainckpt.state.capture import capture
@@ -112,8 +112,8 @@ def state_digests(registry: Registry) -> dict[str, str]:
     optimizers = {optimizer.name for optimizer in registry.optimizers}
     models = {model.name for model in registry.models}
     for part, tree in captured.values.items():
-        if part == FILES:
-            continue  # every run of a proof appends to the same files
+        if part in (FILES, script_variables.PART):
+            continue  # files are common to all runs of a proof; variables are often only printed
         rest = tree
         if part in models:  # attributes set in each micro-batch may differ
             rest = {key: value for key, value in tree.items() if key != FROZEN}

@@ -53,6 +53,8 @@ class ResumeDrift(NamedTuple):
         tensors: Attributes with tensors too large for the snapshot.
         generators: Variables and attributes whose random generator was not restored.
         loaders: Untracked loaders that are not where they were, each with its position.
+        variables: Variables of the script with tensors, and modules in them, that are otherwise.
+        numbers: All other variables of the script that are otherwise: often only printed.
     """
 
     gradients: dict[str, bool]
@@ -62,6 +64,8 @@ class ResumeDrift(NamedTuple):
     tensors: Sequence[str] = ()
     generators: Sequence[str] = ()
     loaders: Sequence[str] = ()
+    variables: Sequence[str] = ()
+    numbers: Sequence[str] = ()
 
 
 AS_SAVED = ResumeDrift({}, [])
@@ -145,6 +149,7 @@ class PhasedRestore:
         }
         self._hidden = apply.hidden_in_ddp(saved)
         watched = self._registry.watched
+        variables = self._registry.script_variables.differing(saved)
         drift = ResumeDrift(
             {},
             [],
@@ -153,6 +158,8 @@ class PhasedRestore:
             tensors=self._registry.plain_tensors.differing(saved),
             generators=apply.generators_not_restored(self._registry, saved),
             loaders=self._registry.open_loaders.lost(saved),
+            variables=variables.tensors,
+            numbers=variables.numbers,
         )
         self.to_come = False
         if evaluation or not has_loader:

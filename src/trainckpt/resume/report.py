@@ -161,6 +161,14 @@ def seen_since(otherwise: ResumeDrift) -> list[Restored]:
             "loader=[a, b], and iterate ckpt.loader(a)"
         )
         found += _not_kept("untracked loaders", [why])
+    if otherwise.variables:
+        why = (
+            "variables of the script are not restored, and these are not as when it was saved: "
+            f"{_some(otherwise.variables)}. Pass a module, optimizer or scheduler to the "
+            "Checkpointer by name; keep a tensor on an object, and track it with "
+            "trainckpt.Attributes"
+        )
+        found += _not_kept("variables", [why])
     if otherwise.generators:
         names = _some(otherwise.generators)
         why = f"these names do not hold the saved generators: {names}"

@@ -98,6 +98,7 @@ def capture(registry: Registry) -> Captured:
     script_generators.capture(registry, out)
     registry.epoch_head.capture(out)
     registry.open_loaders.capture(out)
+    registry.script_variables.capture(out)
     rng.capture(out, registry.devices)
     # Any thread may read the copies made above. Also devices without parameters.
     device_copy.finish(out.tensors.values())

@@ -73,7 +73,7 @@ class PlainTensors:
             elif type(value) in _CONTAINERS and len(value) > _ITEMS[0]:
                 entries[name] = {"length": len(value)}
             elif (num_bytes := _num_bytes(value)) > room:
-                entries[name] = {"sample": _sample(leaves)}
+                entries[name] = {"sample": sample(leaves)}
             elif _is_storable(value):
                 room -= num_bytes
                 entries[name] = {
@@ -142,7 +142,7 @@ class PlainTensors:
             live: Any = None if place is None else vars(place[0]).get(place[1])
             if "sample" in entry:
                 leaves = list(_leaves(live))
-                if leaves and _sample(leaves) != entry["sample"]:
+                if leaves and sample(leaves) != entry["sample"]:
                     found.append(name)
             elif "length" in entry and type(live) in _CONTAINERS and len(live) != entry["length"]:
                 found.append(f"{name} ({entry['length']} items then, {len(live)} now)")
@@ -164,7 +164,7 @@ def _is_array(value: Any) -> bool:
     return type(value).__name__ == "ndarray" and type(value).__module__ == "numpy"
 
 
-def _is_dense(leaf: Any) -> bool:
+def is_dense(leaf: Any) -> bool:
     """Return True for a strided tensor that still has its memory."""
     if _is_array(leaf) or leaf.layout is not torch.strided or leaf.is_meta:
         return False
@@ -183,7 +183,7 @@ def _known(registry: Registry) -> set[int]:
 
 def _address(leaf: Any) -> int:
     """Return the address of a dense tensor's memory; a negative number for anything else."""
-    has_address = _is_dense(leaf) and leaf.numel()
+    has_address = is_dense(leaf) and leaf.numel()
     return leaf.untyped_storage().data_ptr() if has_address else -id(leaf)
 
 
@@ -194,7 +194,7 @@ def _is_storable(value: Any, depth: int = 0) -> bool:
         fits = depth < len(_ITEMS) and len(value) <= _ITEMS[depth]
         return fits and all(_is_storable(item, depth + 1) for item in items)
     if type(value) in _TENSORS:
-        return _is_dense(value) and not value.is_quantized
+        return is_dense(value) and not value.is_quantized
     if _is_array(value):
         return value.dtype.kind in "biufc" and bool(value.dtype.isnative)
     return value is None or type(value) in (bool, int, float, str)
@@ -214,7 +214,7 @@ def _fill(live: Any, found: Any) -> bool:
     if isinstance(live, torch.Tensor) and isinstance(found, torch.Tensor):
         alike = (live.dtype, live.device, live.shape) == (found.dtype, found.device, found.shape)
         repeats = any(s == 0 and n > 1 for s, n in zip(live.stride(), live.shape, strict=True))
-        if not alike or repeats or not _is_dense(live) or live.is_inference():
+        if not alike or repeats or not is_dense(live) or live.is_inference():
             return False
         live.copy_(found)
     elif type(live) is not type(found):
@@ -229,7 +229,7 @@ def _fill(live: Any, found: Any) -> bool:
     return True
 
 
-def _sample(leaves: Iterable[Any]) -> str:
+def sample(leaves: Iterable[Any]) -> str:
     """Return a digest of evenly spaced elements of these tensors."""
     blocks: list[bytes | memoryview] = []
     for leaf in leaves:

@@ -20,6 +20,7 @@ from trainckpt.state import (
     open_loaders,
     plain_tensors,
     script_generators,
+    script_variables,
 )
 from trainckpt.state.adapters import ddp, ddp_hooks, fsdp, gradients, rng, tracked_file
 from trainckpt.state.adapters.ddp import inner_optimizer, unwrap, unwrap_optimizer
@@ -52,6 +53,7 @@ RESERVED = frozenset(
         *(DDP, FSDP, LOADERS, VALUES, gradients.PART, rng.PART, tracked_file.PART),
         *(attributes.PART, attributes.GENERATORS, script_generators.PART),
         *(epoch_head.PART, plain_tensors.PART, open_loaders.PART),
+        script_variables.PART,
     )
 )
 
@@ -64,6 +66,7 @@ class Registry:
         files: Tracked files, which have a length and no other state.
         epoch_head: Generators before the running epoch.
         open_loaders: Untracked loaders that the script is in the middle of.
+        script_variables: Variables that the script carries from batch to batch.
         bucket_orders: DDP wrapper -> its rebuilt bucket order, once known.
         as_saved: DDP wrappers that add gradients as the resume's snapshot says.
         has_peers: Several ranks train the same samples, and must draw the same for them.
@@ -78,6 +81,7 @@ class Registry:
         self.files: list[TrackedFile] = []
         self.epoch_head = epoch_head.EpochHead(self)
         self.open_loaders = open_loaders.OpenLoaders()
+        self.script_variables = script_variables.ScriptVariables(self)
         self.bucket_orders: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self.as_saved: WeakSet[nn.Module] = WeakSet()
         self._owners: dict[int, str] = {}

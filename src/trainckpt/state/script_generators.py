@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.data import randomness
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from trainckpt.state.registry import Registry
 
 PART = "script generators"  # no keyword can be spelled so
+SCRIPT = "script"  # the name of its own variables
 
 
 def capture(registry: Registry, out: Captured) -> None:
@@ -53,18 +55,27 @@ def scopes() -> list[tuple[str, dict[str, Any]]]:
     """Return name and variables of the script, and of its functions on the main thread's stack."""
     if threading.current_thread() is not threading.main_thread():
         return []
-    script = vars(sys.modules["__main__"])
-    found = [("script", script)]
-    frames = []
+    functions = [(name, frame.f_locals) for name, frame in frames() if name != SCRIPT]
+    return [(SCRIPT, vars(sys.modules["__main__"])), *functions]
+
+
+def frames() -> list[tuple[str, FrameType]]:
+    """Return name and frame of the script's code on the main thread's stack, outermost first."""
+    if threading.current_thread() is not threading.main_thread():
+        return []
+    script, stack = vars(sys.modules["__main__"]), []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_globals is script and frame.f_code.co_name != "<module>":
-            frames.append(frame)
+        if frame.f_globals is script:
+            stack.append(frame)
         frame = frame.f_back
-    for depth, each in enumerate(reversed(frames)):
-        earlier = [other.f_code.co_name for other in frames[len(frames) - depth :]]
-        again = earlier.count(each.f_code.co_name)  # a function that calls itself
-        found.append((f"script.{each.f_code.co_name}{again or ''}", each.f_locals))
+    found, calls = [], Counter[str]()
+    for each in reversed(stack):
+        function = each.f_code.co_name
+        again = calls[function] or ""  # a function that calls itself
+        calls[function] += 1
+        name = SCRIPT if function == "<module>" else f"{SCRIPT}.{function}{again}"
+        found.append((name, each))
     return found
 
 

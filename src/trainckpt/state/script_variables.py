@@ -1,0 +1,124 @@
+"""Compare variables of the script, to name those that a resume does not have as they were saved.
+
+A training loop may carry a value from batch to batch in a variable, as in `out, hidden =
+model(x, hidden)`. No snapshot holds it. At the first boundary of an attempt the variables that the
+code may read again are noted (`live_names`). A save stores a sketch of each of them that has
+tensors, and of each other one that has changed since. After a resume, at the boundary of the
+snapshot, those with another sketch are named.
+
+Tensors, modules, optimizers and schedulers make a resume inexact. Numbers and texts are worth a
+hint alone, since many are only printed.
+
+Only plain loops are looked at: those of frameworks keep their variables elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from trainckpt.state import script_generators
+from trainckpt.state.live_names import live_names
+from trainckpt.state.sketches import Sketch, Sketcher
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+    from trainckpt.state.captured import Captured, Saved
+    from trainckpt.state.registry import Registry
+
+PART = "script variables"  # no keyword can be spelled so
+_MOST = 64  # variables compared
+
+
+class Differing(NamedTuple):
+    """Names of variables, and of attributes of objects in variables.
+
+    Attributes:
+        tensors: Those with tensors, and modules, optimizers and schedulers.
+        numbers: All others.
+    """
+
+    tensors: list[str]
+    numbers: list[str]
+
+
+class ScriptVariables:
+    """The variables of one rank's script that its loop may carry a value in."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._begun: dict[str, dict[str, Sketch]] = {}
+        self._always: set[str] = set()  # in the snapshot that the attempt began from
+
+    def begin(self) -> None:
+        """Note the variables of a plain loop, at its first boundary."""
+        sketcher = Sketcher(self._registry)
+        for scope, frame in script_generators.frames():
+            for name in sorted(live_names(frame)):
+                if name in frame.f_locals and len(self._begun) < _MOST:
+                    sketches = sketcher.of(frame.f_locals[name])
+                    if sketches is not None:
+                        self._begun[f"{scope}.{name}"] = sketches
+
+    def capture(self, out: Captured) -> None:
+        """Add the sketches of those with tensors, and of those that have changed."""
+        if not self._begun:
+            return
+        sketcher = Sketcher(self._registry)
+        tensors: dict[str, dict[str, str]] = {}
+        numbers: dict[str, dict[str, str]] = {}
+        for variable, value in _values(self._begun):
+            begun = self._begun[variable]
+            for attribute, sketch in (sketcher.of(value) or {}).items():
+                if sketch.holds_tensors:
+                    tensors.setdefault(variable, {})[attribute] = sketch.digest
+                elif variable in self._always or sketch != begun.get(attribute):
+                    numbers.setdefault(variable, {})[attribute] = sketch.digest
+        if tensors or numbers:
+            out.values[PART] = {"tensors": tensors, "numbers": numbers}
+
+    def differing(self, saved: Saved) -> Differing:
+        """Return the variables that are not as they were when the snapshot was saved."""
+        stored = saved.values.get(PART)
+        if stored is None or not saved.is_own:
+            return Differing([], [])
+        variables = {*stored["tensors"], *stored["numbers"]}
+        self._always |= variables
+        sketcher = Sketcher(self._registry)
+        live = dict[str, dict[str, Sketch]]()
+        for name, value in _values(variables):
+            live[name] = sketcher.of(value) or {}
+        return Differing(*(_others(stored[kind], live) for kind in Differing._fields))
+
+
+def hint(numbers: Collection[str]) -> str:
+    """Return a sentence on numbers that differ; a resume is no less exact if they are printed."""
+    names = sorted(numbers)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (
+        "variables of the script are not restored, and these are not as when it was saved: "
+        f"{', '.join(names[:3])}{more}. If training depends on one, keep it on an object, and "
+        "track it with trainckpt.Attributes"
+    )
+
+
+def _values(variables: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the name and value of each of these variables that there is."""
+    scopes = dict(script_generators.scopes())
+    for variable in variables:
+        scope, _, name = variable.rpartition(".")
+        if name in (names := scopes.get(scope, {})):
+            yield variable, names[name]
+
+
+def _others(stored: dict[str, dict[str, str]], live: dict[str, dict[str, Sketch]]) -> list[str]:
+    """Return the names whose live sketch is another one, or missing."""
+    found = []
+    for variable, sketches in stored.items():
+        name, now = variable.rpartition(".")[2], live.get(variable)
+        if now is None:  # not there, in another script
+            continue
+        for attribute, saved in sketches.items():
+            if attribute not in now or now[attribute].digest != saved:
+                found.append(f"{name}.{attribute}" if attribute else name)
+    return sorted(found)

@@ -1,0 +1,296 @@
+"""Sketch values of a script: short digests that tell whether a value is the one of another process.
+
+numbers, texts      whole. Readings of clocks and paths of files are left out: they are others in
+                    each process
+tensors, arrays     type, shape and some thousand elements
+containers          length, and items at both ends, a few levels deep
+modules, optimizers some elements of some tensors, except those that are tracked
+schedulers, scalers their numbers
+objects             of the script's own classes, and namespaces: one sketch for each attribute
+
+Values of other kinds count by their type, inside a container, or have no sketch.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from enum import Enum
+from functools import cache, cached_property
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from trainckpt.data import randomness, sampler
+from trainckpt.format import digest
+from trainckpt.state import dtensor, plain_tensors
+from trainckpt.state.staging import bytes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from trainckpt.state.registry import Registry
+
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None))
+_SETS, _SEQUENCES = (set, frozenset), (list, tuple, deque)
+_WHOLE = (  # these have a sketch of their own, or none
+    *(type, Enum, int, float, complex, str, bytes, *_SETS, *_SEQUENCES, dict),
+    *(nn.Module, torch.Tensor, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler),
+)
+_ITEMS = (128, 16, 8, 8)  # compared of a container, of one in it, and so on
+_PARTS = 1024  # of one value
+_TENSORS = 64  # compared of one value
+_TEXT = 1024  # characters compared at each end of a text
+_ELEMENTS = 64  # of each tensor of a module
+_NAMESPACES = ("Namespace", "SimpleNamespace")  # of argparse and of types
+_CLOCK_S = (1e9, 1e10)  # seconds since 1970
+
+
+class Sketch(NamedTuple):
+    """A digest of a value.
+
+    Attributes:
+        holds_tensors: Of more than one element, or a module, optimizer or scheduler.
+    """
+
+    digest: str
+    holds_tensors: bool
+
+
+class Sketcher:
+    """Sketches the values of one moment."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    def of(self, value: Any) -> dict[str, Sketch] | None:
+        """Return attribute -> sketch of an object, "" -> sketch of any other value.
+
+        None for a value that is tracked, or of a kind that has no sketch.
+        """
+        if self.is_tracked(value):
+            return None
+        names = attributes_of(value)
+        if names is None:
+            sketch = self._sketch(value)
+            return None if sketch is None else {"": sketch}
+        found = {key: self._sketch(part) for key, part in list(names.items())[:_TENSORS]}
+        return {key: sketch for key, sketch in found.items() if sketch is not None}
+
+    def _sketch(self, value: Any) -> Sketch | None:
+        drawing = _Drawing(self)
+        try:
+            tree = drawing.tree(value, 0)
+            return None if tree is None else drawing.finish(tree)
+        except (RuntimeError, TypeError, ValueError):  # another thread changes it meanwhile
+            return None
+
+    def is_tracked(self, value: Any) -> bool:
+        """Return True for a tracked object, and for the data and samplers of a tracked loader."""
+        if issubclass(type(value), (nn.Module, torch.optim.Optimizer)):
+            return self._registry.tracks(value)
+        return id(value) in (
+            self.tensors if issubclass(type(value), torch.Tensor) else self._others
+        )
+
+    @cached_property
+    def tensors(self) -> set[int]:
+        """The ids of the tensors of models and optimizers."""
+        found = set(map(id, self._registry.all_parameters()))
+        for model in self._registry.models:
+            found.update(id(tensor) for tensor in _tensors_of(model.wrapped))
+        return found
+
+    @cached_property
+    def _others(self) -> set[int]:
+        found = {id(generic.target) for generic in self._registry.generics}
+        for state in self._registry.loaders:
+            loader = state.loader.underlying
+            found.update(id(one) for _, one in sampler.samplers_of(loader))
+            found.add(id(getattr(loader, "dataset", loader)))
+        return found
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """Return the attributes of an object of the script's own class; None for any other value."""
+    kind = type(value)
+    is_own = randomness.is_own_module(kind.__module__) or kind.__name__ in _NAMESPACES
+    if not is_own or issubclass(kind, _WHOLE):
+        return None
+    return randomness.names_of(value)
+
+
+class _Drawing:
+    """The parts of one sketch."""
+
+    def __init__(self, sketcher: Sketcher) -> None:
+        self._sketcher = sketcher
+        self._tensors: list[Any] = []
+        self._of_modules: list[torch.Tensor] = []
+        self._has_state, self._room = False, _PARTS
+
+    def finish(self, tree: Any) -> Sketch:
+        """Return the sketch of the value of this tree."""
+        blocks = [repr(tree).encode(errors="replace"), *_some_elements(self._of_modules)]
+        if self._tensors:
+            blocks.append(plain_tensors.sample(self._tensors).encode())
+        holds = self._has_state or any(_num_elements(tensor) > 1 for tensor in self._tensors)
+        return Sketch(digest.digest_blocks(blocks)[:16], holds)
+
+    def tree(self, value: Any, depth: int) -> Any:
+        """Return plain lists for a value, and note its tensors; None for one without a sketch."""
+        kind = type(value)
+        self._room -= 1
+        if self._room < 0:
+            return None
+        if kind in _NUMBERS or kind.__module__ == "numpy":
+            return self._number(value)
+        if issubclass(kind, Enum):
+            return kind.__name__, value.name
+        if kind in dtensor.PLAIN:
+            return self._tensor(value)
+        if issubclass(kind, (*_SEQUENCES, *_SETS, dict)):
+            return self._container(value, depth)
+        draw, names = self._drawn_by(kind), attributes_of(value)
+        if (draw is None and names is None) or self._sketcher.is_tracked(value):
+            return None
+        return self._container(names, depth) if draw is None else draw(value)
+
+    def _drawn_by(self, kind: type) -> Callable[[Any], Any] | None:
+        for base, draw in (
+            (nn.Module, self._module),
+            (torch.optim.Optimizer, self._optimizer),
+            (torch.optim.lr_scheduler.LRScheduler, self._scheduler),
+            (torch.amp.GradScaler, self._scaler),
+        ):
+            if issubclass(kind, base):
+                return draw
+        return None
+
+    def _number(self, value: Any) -> Any:
+        if type(value).__name__ == "ndarray":
+            return self._tensor(value) if value.dtype.kind in "biufc" else None
+        if hasattr(value, "dtype"):
+            value = value.item() if type(value).__name__ != "memmap" else None
+        if type(value) is str and os.sep in value:
+            return None
+        text = repr(value)
+        ends = text if len(text) <= 2 * _TEXT else (len(text), text[:_TEXT], text[-_TEXT:])
+        return None if _is_clock(value) else (type(value).__name__, ends)
+
+    def _tensor(self, value: Any) -> str:
+        if id(value) in self._sketcher.tensors or len(self._tensors) == _TENSORS:
+            return "tensor"
+        self._tensors.append(value)
+        return f"tensor {len(self._tensors)}"
+
+    def _container(self, value: Any, depth: int) -> Any:
+        kind, length = type(value).__name__, len(value)
+        if depth == len(_ITEMS):
+            return kind, length
+        if isinstance(value, _SETS):
+            whole = value if length <= _ITEMS[depth] else ()
+            return kind, length, sorted(repr(self._item(item, depth)) for item in whole)
+        if isinstance(value, dict):
+            pairs = _ends(dict.items(value), length, _ITEMS[depth])
+            return kind, length, [(_key(key), self._item(item, depth)) for key, item in pairs]
+        return kind, length, [self._item(i, depth) for i in _ends(value, length, _ITEMS[depth])]
+
+    def _item(self, item: Any, depth: int) -> Any:
+        tree = self.tree(item, depth + 1)
+        return type(item).__name__ if tree is None else tree
+
+    def _module(self, module: nn.Module) -> Any:
+        known = self._sketcher.tensors
+        own = [tensor for tensor in _tensors_of(module) if id(tensor) not in known]
+        return self._state_of("module", own)
+
+    def _optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
+        state = [dict.values(each) for each in optimizer.state.values() if isinstance(each, dict)]
+        tensors = [v for values in state for v in values if isinstance(v, torch.Tensor)]
+        groups = [
+            [(key, value) for key, value in group.items() if type(value) in _NUMBERS]
+            for group in optimizer.param_groups
+        ]
+        return self._state_of("optimizer", tensors) or ("optimizer", len(state), groups)
+
+    def _scheduler(self, scheduler: torch.optim.lr_scheduler.LRScheduler) -> Any:
+        self._has_state = True
+        numbers = {k: v for k, v in vars(scheduler).items() if k != "optimizer"}
+        return self._container(numbers, 1)
+
+    def _scaler(self, scaler: torch.amp.GradScaler) -> Any:
+        self._has_state = True
+        return self._container(scaler.state_dict(), 1)
+
+    def _state_of(self, kind: str, tensors: list[torch.Tensor]) -> Any:
+        if not tensors:
+            return None
+        self._has_state = True
+        self._of_modules += tensors[:: max(1, len(tensors) // (_TENSORS // 2))]
+        return kind, len(tensors)
+
+
+def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _num_elements(tensor: Any) -> int:
+    return int(tensor.numel() if isinstance(tensor, torch.Tensor) else tensor.size)
+
+
+def _key(key: Any) -> str:
+    return repr(key)[:64] if type(key) in _NUMBERS else type(key).__name__  # no addresses
+
+
+def _ends(items: Any, length: int, most: int) -> Iterator[Any]:
+    if length <= most:
+        yield from items
+    else:
+        yield from islice(items, most // 2)
+        yield from islice(reversed(items), most // 2)
+
+
+@torch.no_grad()
+def _some_elements(tensors: Iterable[torch.Tensor]) -> Iterator[bytes | memoryview]:
+    """Yield elements of the tensors; those of one type and device at once, for one transfer."""
+    together: dict[Any, list[torch.Tensor]] = {}
+    for tensor in map(dtensor.local, tensors):
+        if type(tensor) in dtensor.PLAIN and plain_tensors.is_dense(tensor) and tensor.numel():
+            flat = tensor
+            if not tensor.is_contiguous():  # flattening would copy all of it: use its corner
+                flat = tensor[(slice(3),) * tensor.dim()]
+            flat = flat.reshape(-1)
+            elements = flat[:: max(1, flat.numel() // _ELEMENTS)][: _ELEMENTS + 1]
+            together.setdefault((tensor.dtype, tensor.device), []).append(elements)
+    for pieces in together.values():
+        yield bytes_of(torch.cat(pieces))
+
+
+def _is_clock(value: Any) -> bool:
+    """Return True for a reading of a clock in this process, in seconds or nanoseconds."""
+    if type(value) is int and value > _CLOCK_S[0]:
+        value = value / 1e9
+    elif type(value) is not float:
+        return False
+    is_wall = _CLOCK_S[0] < value < _CLOCK_S[1]
+    return is_wall or _started_s() <= value <= time.monotonic() or _is_performance(value)
+
+
+def _is_performance(value: float) -> bool:
+    """Return True for a reading of `perf_counter`, where that is not the monotonic clock."""
+    now = time.perf_counter()
+    return now - (time.monotonic() - _started_s()) <= value <= now
+
+
+@cache
+def _started_s() -> float:
+    """Return when this process started by the monotonic clock; a second earlier, to be safe."""
+    import psutil
+
+    age_s: float = time.time() - psutil.Process().create_time()
+    return time.monotonic() - age_s - 1
