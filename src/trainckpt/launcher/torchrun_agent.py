@@ -106,8 +106,7 @@ def main() -> int:
     ends = ExitRecorder(folder)
     # Before torchrun takes it from there.
     subprocess.Popen = ends.popen()  # type: ignore[misc, assignment]
-    if hasattr(os, "waitid"):
-        threading.Thread(target=ends.watch, name="trainckpt-ends", daemon=True).start()
+    threading.Thread(target=ends.watch, name="trainckpt-ends", daemon=True).start()
 
     def is_wanted(_: logging.LogRecord) -> bool:
         return not all_stopped(folder)

@@ -105,9 +105,7 @@ def populate(block: memoryview) -> bool:
     end = (where + len(block)) // PAGE_BYTES * PAGE_BYTES
     if begin >= end:
         return True
-    with contextlib.suppress(AttributeError, OSError):
-        return bool(libc().madvise(begin, end - begin, _POPULATE_WRITE) == 0)
-    return False
+    return bool(libc().madvise(begin, end - begin, _POPULATE_WRITE) == 0)
 
 
 def copy_bytes(into: memoryview, data: memoryview) -> None:
@@ -133,7 +131,7 @@ def private_memory(num_bytes: int, first_byte: int = 0) -> memoryview:
 
 def buffers(num: int, num_bytes: int) -> list[memoryview]:
     """Return `num` fresh blocks of `num_bytes`, in huge pages if the system has them."""
-    if num_bytes < HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if num_bytes < HUGE_BYTES:
         return [private_memory(num_bytes) for _ in range(num)]
     fresh = mmap.mmap(-1, num * num_bytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
