@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from trainckpt.cli import output
-from trainckpt.errors import ConfigurationError, TierUnavailable, UnusableSnapshot
+from trainckpt.errors import ConfigurationError, TierUnavailable
 from trainckpt.format.dump import DumpName
 from trainckpt.format.names import split_target
 from trainckpt.run_directory import run_tiers
@@ -109,8 +109,5 @@ def _manifest(everywhere: RunTiers, wanted: str, sources: Sequence[Tier]) -> Man
     candidates = catalog.read_copies(sources, everywhere.run, everywhere.records)
     candidate = catalog.find(candidates, wanted, everywhere.place.url)
     if candidate.manifest is None or (not candidate.usable and not candidate.tiers):
-        raise UnusableSnapshot(
-            f"{candidate.name}: {candidate.reason}",
-            hint=f"trainckpt list {everywhere.place.url}, and name another",
-        )
+        raise candidate.refusal(everywhere.place.url)
     return candidate.manifest

@@ -64,10 +64,7 @@ def must_be_there(tier: Place, run: str, given: Sequence[str], wanted: str) -> N
         return  # a tier that does not answer now may hold it: the launch finds out
     candidate = catalog.find(everywhere.candidates(), wanted, tier.url)
     if candidate.manifest is None:
-        raise UnusableSnapshot(
-            f"{candidate.name}: {candidate.reason}",
-            hint=f"trainckpt list {tier.url}, and name another",
-        )
+        raise candidate.refusal(tier.url)
 
 
 def _in_memory(url: str) -> Iterator[Candidate]:

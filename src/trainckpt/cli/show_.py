@@ -39,10 +39,7 @@ def execute(arguments: argparse.Namespace) -> int:
     candidate = run_tiers.choose(tier, snapshot, run_tiers.read_candidates(tier))
     manifest = candidate.manifest
     if manifest is None:
-        raise UnusableSnapshot(
-            f"{candidate.name}: {candidate.reason}",
-            hint=f"trainckpt list {tier.url}, and name another",
-        )
+        raise candidate.refusal(tier.url)
     shards, unread = _shards(tier, manifest)
     tensors = [
         _tensor(name, entry, shards.get(name, [])) for name, entry in manifest.tensors.items()

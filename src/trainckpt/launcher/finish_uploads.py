@@ -60,14 +60,14 @@ APART = "the snapshot is in the memory of several hosts; only the next attempt c
 def main(arguments: list[str]) -> int:
     """Copy the newest snapshot of that attempt; return 0 if it is in every tier then."""
     try:
-        return 0 if _flush(run_url.open_other_place(arguments[0]), int(arguments[1])) else NOT_ALL
+        return 0 if _flush(arguments[0], int(arguments[1])) else NOT_ALL
     except (TrainckptError, OSError) as error:
         _say(getattr(error, "message", None) or str(error))
     return NOT_ALL
 
 
-def _flush(tier: Place, number: int) -> bool:
-    tier.name = LOCAL
+def _flush(run: str, number: int) -> bool:
+    tier = run_url.open_other_place(run, LOCAL)
     record = attempt_history.read_attempts(tier)[number]
     pending = left_by(record)
     if pending is None or attempt_history.newest(tier) != number:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.log import logger
@@ -55,67 +56,80 @@ if TYPE_CHECKING:
 # queue.
 
 
+@dataclass
+class QueuedSnapshot:
+    """A snapshot that waits to be copied to one tier.
+
+    Attributes:
+        handle: None for a snapshot left by an earlier attempt.
+        is_tagged: It has a tag.
+        is_requested: It goes whatever the tier's interval, as one with a tag does.
+    """
+
+    handle: SaveHandle | None
+    is_tagged: bool
+    is_requested: bool
+
+
 class UploadQueue:
     """Snapshots that wait to be copied to one tier.
 
     Attributes:
         last_copy: The last copy that arrived there.
-        handles: Handles of waiting snapshots of this attempt.
     """
 
     def __init__(self, every: Every | None, begun_step: int, now_s: float) -> None:
         self.last_copy = LastCopy(begun_step, now_s)
-        self.handles: dict[SnapshotName, SaveHandle] = {}
         self._every = every
-        self._tagged: dict[SnapshotName, bool] = {}
-        self._requested: set[SnapshotName] = set()
+        self._waiting: dict[SnapshotName, QueuedSnapshot] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._tagged)
+    def __len__(self) -> int:
+        return len(self._waiting)
 
     def add(self, name: SnapshotName, handle: SaveHandle, *, tagged: bool) -> None:
         """Add a snapshot; under an interval, drop older ones that no request or tag needs."""
         if self._every is not None:
-            for older in [n for n in self._tagged if not self._is_required(n)]:
-                self.remove(older)
-        self._tagged[name], self.handles[name] = tagged, handle
-        if handle.is_requested:
-            self._requested.add(name)
+            required = self._required()
+            self._waiting = {n: one for n, one in self._waiting.items() if n in required}
+        was_requested = name in self._waiting and self._waiting[name].is_requested
+        self._waiting[name] = QueuedSnapshot(handle, tagged, handle.is_requested or was_requested)
 
     def add_earlier(self, name: SnapshotName, *, tagged: bool) -> None:
         """Add a snapshot left by an earlier attempt."""
-        self._tagged.setdefault(name, tagged)
-        self._requested.add(name)
+        self._waiting.setdefault(name, QueuedSnapshot(None, tagged, True)).is_requested = True
 
     def next(self, now_s: float, *, all_at_once: bool = False) -> tuple[SnapshotName | None, float]:
         """Return the next snapshot, and the seconds until then (infinite: not before another one).
 
         `all_at_once`: intervals no longer count.
         """
-        newest = max(self._tagged, default=None)
+        newest = max(self._waiting, default=None)
         if newest is None or all_at_once:
             return newest, 0.0
         seconds = wait_s(self._every, newest.step, self.last_copy, now_s)
-        asked = [name for name in self._tagged if self._is_required(name)]
-        return (max(asked), 0.0) if seconds > 0 and asked else (newest, seconds)
+        required = self._required()
+        return (max(required), 0.0) if seconds > 0 and required else (newest, seconds)
 
     def superseded_by(self, name: SnapshotName) -> list[SnapshotName]:
         """Return the snapshots that need no copy now: this one, and older ones without a tag."""
-        waiting = self._tagged.items()
-        return [n for n, tagged in waiting if n == name or (n < name and not tagged)]
+        waiting = self._waiting.items()
+        return [n for n, one in waiting if n == name or (n < name and not one.is_tagged)]
 
     def older_handles(self, name: SnapshotName) -> list[SaveHandle]:
         """Return handles of older snapshots, which are not tried before this one has gone."""
-        return [handle for older, handle in self.handles.items() if older < name]
+        return [one.handle for n, one in self._waiting.items() if n < name and one.handle]
 
-    def remove(self, name: SnapshotName) -> None:
-        """Remove a snapshot from the queue."""
-        self._tagged.pop(name, None)
-        self.handles.pop(name, None)
-        self._requested.discard(name)
+    def handle(self, name: SnapshotName) -> SaveHandle | None:
+        """Return the handle of a waiting snapshot of this attempt."""
+        return self._waiting[name].handle if name in self._waiting else None
 
-    def _is_required(self, name: SnapshotName) -> bool:
-        return self._tagged[name] or name in self._requested
+    def remove(self, name: SnapshotName) -> SaveHandle | None:
+        """Remove a snapshot from the queue; return its handle, if it has one."""
+        removed = self._waiting.pop(name, None)
+        return None if removed is None else removed.handle
+
+    def _required(self) -> list[SnapshotName]:
+        return [n for n, one in self._waiting.items() if one.is_tagged or one.is_requested]
 
 
 # ---- the upload protocol between ranks
@@ -575,7 +589,7 @@ class TierUploader:
             self._failed = {name: (why, lost)}
             self._retry_s = time.monotonic() + self._retry_after_s
             self._retry_after_s = min(2 * self._retry_after_s, MOST_RETRY_S)
-            pending = self._queue.handles.get(name)
+            pending = self._queue.handle(name)
             behind = [] if lost else self._queue.older_handles(name)
             if lost:
                 self._queue.remove(name)
@@ -589,9 +603,7 @@ class TierUploader:
         with self._changed:
             self._last = name if self._last is None else max(name, self._last)
             over = self._queue.superseded_by(name)
-            pending = {n: self._queue.handles.get(n) for n in over}
-            for each in over:
-                self._queue.remove(each)
+            pending = {each: self._queue.remove(each) for each in over}
             self.skipped += sum(each != name for each in over)
         for each, handle in pending.items():
             if handle is not None and self._is_durable:

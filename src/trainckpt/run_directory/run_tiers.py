@@ -78,10 +78,7 @@ def open_source(target: str) -> SnapshotSource:
     candidates = read_candidates(tier)
     candidate = choose(tier, wanted, candidates)
     if candidate.manifest is None:
-        raise UnusableSnapshot(
-            f"{candidate.name}: {candidate.reason}",
-            hint=f"trainckpt list {tier.url}, and name another",
-        )
+        raise candidate.refusal(tier.url)
     harmless = (catalog.NOT_COMMITTED, catalog.ABANDONED)
     passed_over = [
         f"{c.name} is passed over: {c.reason}"

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainckpt.attempt.options import LOCAL
 from trainckpt.errors import ConfigurationError
 from trainckpt.format import names
 from trainckpt.preemption.notice_file import NoticeFiles
@@ -41,19 +42,20 @@ def open_place(run: str | os.PathLike[str] | None) -> Place:
             hint='name a directory, Checkpointer("runs/x", ...), or launch the script with '
             "`trainckpt run --run runs/x`",
         )
-    tier = open_other_place(run)
-    tier.name = LocalTier.name  # the run directory has this name at any location
-    return tier
+    return open_other_place(run, LOCAL)  # the run directory has this name at any location
 
 
-def open_other_place(run: str | os.PathLike[str]) -> Place:
-    """Open the tier at `run` as `open_place` does, but without a proof's redirection."""
+def open_other_place(run: str | os.PathLike[str], name: str | None = None) -> Place:
+    """Open the tier at `run` as `open_place` does, but without a proof's redirection.
+
+    `name`: the tier's; None: the kind of store.
+    """
     protocol, path = _split_protocol(os.fspath(run))
     if protocol not in ("", "file", "local"):
-        return open_object_store(os.fspath(run))
+        return open_object_store(os.fspath(run), name=name)
     if not path:
         raise ConfigurationError("the run's place is empty", hint="name a directory")
-    return open_directory(path)
+    return open_directory(path, name or LOCAL)
 
 
 def in_proof(path: str) -> str:
@@ -83,12 +85,12 @@ def _split_protocol(url: str) -> tuple[str, str]:
     return (protocol, path) if is_one else ("", url)
 
 
-def open_directory(path: str) -> LocalTier:
+def open_directory(path: str, name: str = LOCAL) -> LocalTier:
     """Open the tier at a path, whatever the environment says."""
     if "\0" in path:
         raise ConfigurationError(f"the run's place is no path: {path[:100]!r}")
     try:
-        return LocalTier(Path(path).expanduser())
+        return LocalTier(Path(path).expanduser(), name=name)
     except RuntimeError as error:
         raise ConfigurationError(f"{path[:100]}: {error}", hint="name a directory") from error
 

@@ -61,13 +61,13 @@ def open_slower(urls: Sequence[str], durable: str | None, local: Tier) -> TierCo
     seen = {_place(local): LOCAL}
     called: dict[str, str] = {LOCAL: LOCAL, local.url: LOCAL}
     for number, url in enumerate(urls):
-        tier = _open(url, local)
+        name = _free_name(url, [t.name for t in tiers], number)
+        tier = _open(url, local, name)
         if (found := _place(tier)) in seen:
             raise ConfigurationError(
                 f"tiers: {launch.redact_text(url)} is the place of the tier {seen[found]}",
                 hint="name each place once, and not the run's own",
             )
-        tier.name = _free_name(url, [t.name for t in tiers], number)
         tiers.append(tier)
         seen[found] = tier.name
         called.update({tier.name: tier.name, url: tier.name, tier.url: tier.name})
@@ -98,9 +98,8 @@ def recorded(
         if launch.REDACTED in url:
             unknown += [name] if name not in names else []
             continue
-        tier = run_url.open_other_place(url)
+        tier = run_url.open_other_place(url, name)
         if _place(tier) not in there:
-            tier.name = name
             found.append(tier)
     return tuple(found), unknown
 
@@ -145,9 +144,9 @@ def _place(tier: Tier) -> str:
     return tier.url if "://" in tier.url else os.path.normpath(tier.url)
 
 
-def _open(url: str, local: Tier) -> Tier:
-    name = PurePosixPath(local.url.replace("\\", "/")).name
-    return run_url.open_other_place(url.replace(RUN_FIELD, name))
+def _open(url: str, local: Tier, name: str) -> Tier:
+    run = PurePosixPath(local.url).name
+    return run_url.open_other_place(url.replace(RUN_FIELD, run), name)
 
 
 def _free_name(url: str, taken: Sequence[str], number: int) -> str:

@@ -146,9 +146,7 @@ class TierSet:
         by_name = {tier.name: tier for tier in self.slower.tiers}
         found: list[Tier] = [self.place]
         for name, url in told:
-            tier = places.open_other_place(url) if url else by_name[name]
-            tier.name = name
-            found.append(tier)
+            found.append(places.open_other_place(url, name) if url else by_name[name])
         return tuple(found)
 
     def candidates(

@@ -64,6 +64,12 @@ class Candidate:
     reason: str = ""
     tiers: tuple[str, ...] = ()
 
+    def refusal(self, run: str) -> UnusableSnapshot:
+        """Return the error of a command for which this snapshot of `run` was named."""
+        return UnusableSnapshot(
+            f"{self.name}: {self.reason}", hint=f"trainckpt list {run}, and name another"
+        )
+
 
 def read_catalog(
     tier: Tier,

@@ -160,9 +160,10 @@ class LocalTier:
         num_readers: Threads reading parts at once; fewer if other processes read at the same time.
     """
 
-    name = "local"
-
-    def __init__(self, root: str | os.PathLike[str], disk: Disk | None = None) -> None:
+    def __init__(
+        self, root: str | os.PathLike[str], disk: Disk | None = None, name: str = "local"
+    ) -> None:
+        self.name = name
         self.root = Path(root).absolute()
         self.url = str(self.root)
         self.disk = disk or Disk()

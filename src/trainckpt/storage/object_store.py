@@ -47,16 +47,23 @@ STALE_CLAIM_S = 60.0
 CLAIM_FOR_S, CLAIM_PAUSE_S, LONGEST_CLAIM_PAUSE_S = 90.0, 0.05, 2.0
 
 
-def open_object_store(url: str, limits: Limits | None = None) -> ObjectStoreTier:
+def open_object_store(
+    url: str, limits: Limits | None = None, name: str | None = None
+) -> ObjectStoreTier:
     """Return the tier at `url`, such as `s3://bucket/run`, without a request.
+
+    Args:
+        url: Of the store and the folder in it.
+        limits: Of its calls.
+        name: Of the tier; None: the kind of store.
 
     Raises:
         ConfigurationError: unknown kind of store, or its package is not installed.
     """
-    name, client, root = _open_client(url, redacted(url))
+    kind, client, root = _open_client(url, redacted(url))
     give_own_randomness()
     calls = RetryPolicy(redacted(url), limits, login=client.login)
-    return ObjectStoreTier(name, redacted(url).rstrip("/"), client, root, calls)
+    return ObjectStoreTier(name or kind, redacted(url).rstrip("/"), client, root, calls)
 
 
 def _open_client(url: str, shown: str) -> tuple[str, ObjectClient, str]:
