@@ -16,8 +16,12 @@ from trainckpt.attempt import launch
 from trainckpt.cli.main import VERBS, main, parse
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt_record import AttemptRecord
-from trainckpt.launcher.supervise import split_torchrun_options, torchrun_command
-from trainckpt.launcher.torchrun_command import FLAGS, WITH_VALUE
+from trainckpt.launcher.torchrun_command import (
+    FLAGS,
+    WITH_VALUE,
+    split_torchrun_options,
+    torchrun_command,
+)
 from trainckpt.run_directory.run_url import open_directory
 from trainckpt.snapshot import attempt_history
 

@@ -17,7 +17,8 @@ from tests.launcher.survive_script import DIES_AT
 from tests.limits import HANG_S
 from trainckpt.cli.main import main
 from trainckpt.launcher import signal_policy
-from trainckpt.launcher.supervise import supervise, torchrun_command
+from trainckpt.launcher.supervise import supervise
+from trainckpt.launcher.torchrun_command import torchrun_command
 from trainckpt.run_directory.run_url import open_directory
 from trainckpt.snapshot import attempt_history
 

@@ -11,7 +11,6 @@ unless the run directory is known to hold one, or does not answer.
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -68,7 +67,6 @@ def before_launch(inbox: Inbox) -> RunResult:
 def ask_to_be_queued_again(
     ended: RunResult,
     inbox: Inbox,
-    sleep: Callable[[float], object] = time.sleep,
     facts: Mapping[str, Any] | None = None,
     first: FirstLaunch | None = None,
 ) -> None:
@@ -77,7 +75,6 @@ def ask_to_be_queued_again(
     Args:
         ended: Result of the command.
         inbox: Has the first signal.
-        sleep: Lingers, see `stop.requeue`.
         facts: Facts of the attempt to continue, if the command has none of its own.
         first: The command, if it may begin its run; None: it continues one.
     """
@@ -105,7 +102,7 @@ def ask_to_be_queued_again(
     if requeue is not None and is_wanted:
         prepare()
         has_begun = first is None or ended.begun or ended.record is not None or _may_be_there(first)
-        requeue.ask(inbox.first, sleep, unbegun="" if first is None or has_begun else first.word)
+        requeue.ask(inbox.first, unbegun="" if first is None or has_begun else first.word)
 
 
 def _may_be_there(first: FirstLaunch) -> bool:

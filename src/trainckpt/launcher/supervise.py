@@ -40,9 +40,6 @@ from trainckpt.launcher.torchrun_command import (
     is_torchrun,
     likely_run,
     mentions_us,
-    split_torchrun_options,
-    take_max_restarts,
-    torchrun_command,
 )
 from trainckpt.preemption.wall_time import STARTED_VARIABLE, process_start_s
 
@@ -56,15 +53,6 @@ if TYPE_CHECKING:
     from trainckpt.launcher.record import NamedRun
 
     Process = subprocess.Popen[bytes]
-
-__all__ = [
-    "RunResult",
-    "kill_session",
-    "split_torchrun_options",
-    "supervise",
-    "take_max_restarts",
-    "torchrun_command",
-]
 
 RESTART_VARIABLE = "TRAINCKPT_RESTART"
 TOO_EARLY = "a signal came before the command was started"

@@ -30,7 +30,9 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.errors import ConfigurationError, TrainckptError
 from trainckpt.inspect import proof_files
 from trainckpt.inspect.proof_files import PROOF_FOLDER, read_written
-from trainckpt.launcher.supervise import RunResult, kill_session, supervise, torchrun_command
+from trainckpt.launcher.processes import kill_session
+from trainckpt.launcher.supervise import RunResult, supervise
+from trainckpt.launcher.torchrun_command import torchrun_command
 from trainckpt.prove import compare
 from trainckpt.prove.compare import (
     Difference,
