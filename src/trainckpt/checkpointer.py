@@ -288,7 +288,9 @@ class Checkpointer:
                 "position",
                 hint="make each loader once, and pass it as loader= or wrap it before the loop. "
                 "For another order in each epoch, give it a sampler with set_epoch(), which "
-                "ckpt.epochs() calls, or one that shuffles by seed + epoch",
+                "ckpt.epochs() calls, or one that shuffles by seed + epoch. For other data, change "
+                "what its dataset holds between two passes, and give the dataset state_dict and "
+                "load_state_dict",
             )
         leader = self._loaders[0][1] if self._loaders else None
         first, name = leader is None, "loader" if leader is None else f"loader.{len(self._loaders)}"

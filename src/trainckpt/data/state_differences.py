@@ -35,7 +35,10 @@ def restored(name: str, saved: dict[str, Any], *, in_place: bool) -> list[Restor
     """
     parts, under = [], saved.get("under", saved)
     if paths := under.get("changing", []):
-        reason = f"{name}: {', '.join(paths)[:200]} changed as it was read, and was not kept"
+        reason = (
+            f"{name}: {', '.join(paths)[:200]} changed as it was read, and was not kept; if a "
+            "sample depends on it, give its object state_dict and load_state_dict"
+        )
         parts.append(Restored(name, How.NOT_KEPT, reason))
     if not in_place:
         return parts

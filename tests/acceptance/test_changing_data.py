@@ -1,0 +1,68 @@
+"""Datasets whose content the script replaces between two passes, as rollouts or a growing pool."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from tests.end_to_end.training import Crash
+from trainckpt import Checkpointer
+
+
+class Rollouts(Dataset):
+    """Items that the loop replaces, with more of them in each epoch."""
+
+    def __init__(self):
+        self.items = torch.zeros(8, 4)
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index]
+
+    def state_dict(self):
+        return {"items": self.items}
+
+    def load_state_dict(self, state):
+        self.items = state["items"]
+
+
+def train(place, workers, stop=None):
+    """Return the losses of three epochs of 4, 6 and 8 batches, or crash after a save at `stop`."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    data, losses, save = Rollouts(), [], None
+    loader = DataLoader(data, batch_size=2, shuffle=True, num_workers=workers)
+    tracked = {"model": model, "optimizer": optimizer, "loader": loader}
+    with Checkpointer(place, every="never", **tracked) as ckpt:
+        for epoch in ckpt.epochs(3):
+            if not ckpt.cursor.batches:
+                data.items = torch.randn(8 + 4 * epoch, 4) * model.weight.detach()
+            for batch in ckpt.batches():
+                if save is not None:
+                    save.wait()
+                    raise Crash
+                loss = model(batch).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item().hex())
+                if len(losses) == stop:
+                    save = ckpt.save()  # at the next boundary
+    return losses
+
+
+@pytest.mark.parametrize(("stop", "workers"), [(3, 0), (6, 0), (13, 0), (6, 2)])
+def test_a_dataset_with_its_own_state_may_change_between_passes(tmp_path, caplog, stop, workers):
+    whole = train(tmp_path / "straight", workers)
+    with pytest.raises(Crash):
+        train(tmp_path / "run", workers, stop)
+    caplog.set_level(logging.INFO, "trainckpt")
+    assert train(tmp_path / "run", workers) == whole[stop:]
+    assert "this resume is bitwise" in caplog.text
+    assert "not exact" not in caplog.text
