@@ -157,6 +157,51 @@ def test_a_resume_names_an_untracked_loader_that_was_partly_read(tmp_path, caplo
     assert (found in caplog.text) == is_named
 
 
+class Numbered:
+    """A loader with a state of its own, which reads a DataLoader."""
+
+    def __init__(self, dataset):
+        self.inner, self.position = DataLoader(dataset, 4), 0
+
+    def __iter__(self):
+        for number, batch in enumerate(self.inner):
+            if number >= self.position:
+                self.position = number + 1
+                yield batch
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+def of_torchdata(dataset):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    return stateful.StatefulDataLoader(dataset, 4)
+
+
+@pytest.mark.parametrize("make", [of_torchdata, Numbered])
+def test_the_loader_inside_a_tracked_one_counts_as_tracked(tmp_path, caplog, make):
+    def train(stop=None):
+        parts = Parts()
+        tracked = parts.tracked()
+        tracked["loader"] = make(tracked["loader"].dataset)
+        with Checkpointer(tmp_path, **tracked, every="1 steps") as ckpt:
+            for count, batch in enumerate(ckpt.batches(), 1):
+                parts.train_on(batch, ckpt.cursor.micro + 1 == ACCUMULATE)
+                if count == stop:
+                    raise Crash
+            return ckpt.resumed_from
+
+    with pytest.raises(Crash):
+        train(ACCUMULATE + 1)
+    caplog.clear()
+    assert train() is not None
+    assert "partly read" not in caplog.text
+
+
 MADE_BEFORE = """
 import sys
 import torch

@@ -41,6 +41,7 @@ from trainckpt.data.pass_history import PassHistory, announced
 from trainckpt.data.randomness import main_rng, replaced_numpy_generator, set_main_rng
 from trainckpt.data.resharding import WindowStart
 from trainckpt.data.sources import LoaderSource, source_of
+from trainckpt.data.untracked import of_tracked_loader
 from trainckpt.errors import ConfigurationError, StateMismatch
 from trainckpt.format.exactness import How, Restored
 
@@ -209,7 +210,8 @@ class TrackedLoader:
         self._history = PassHistory(**history)
         last_compared = state["passes_started"] + _COMPARED - state["in_pass"]
         self._last_compared_pass = last_compared if history else 0
-        self._source.load(state)
+        with of_tracked_loader():
+            self._source.load(state)
         self.batches, self.passes_started = state["batches"], state["passes_started"]
         self.in_pass, self.exhausted = state["in_pass"], state["exhausted"]
         self._pending, self._window_start = dict(state), state.get("window")
@@ -523,6 +525,11 @@ class TrackedIterator:
             loader._early_draws.before_batch(is_leader=loader.on_boundary is not None)
         if loader.on_boundary is not None:
             loader.on_boundary()
+        with of_tracked_loader():
+            return self._next_batch()
+
+    def _next_batch(self) -> Any:
+        loader = self._loader
         if self._batches is None:
             self._batches = loader._begin()
         try:

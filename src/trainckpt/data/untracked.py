@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import weakref
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,7 +53,8 @@ def shield_all_loaders() -> None:
     @functools.wraps(original_birth)
     def known_birth(iterator: Any, loader: DataLoader[Any]) -> None:
         original_birth(iterator, loader)
-        note_iterator(iterator)
+        if not _reading:
+            note_iterator(iterator)
 
     @functools.wraps(original_init)
     def shielded_birth(iterator: Any, loader: DataLoader[Any]) -> None:
@@ -87,6 +89,17 @@ def shield_all_loaders() -> None:
 
 
 _iterators: weakref.WeakSet[Any] = weakref.WeakSet()
+_reading: list[None] = []  # one item for each tracked loader that is being read
+
+
+@contextmanager
+def of_tracked_loader() -> Iterator[None]:
+    """Return a context in which new iterators belong to a tracked loader, such as torchdata's."""
+    _reading.append(None)
+    try:
+        yield
+    finally:
+        _reading.pop()
 
 
 def open_iterators() -> Iterator[tuple[Any, str, int]]:
