@@ -560,8 +560,8 @@ class LoaderSource:
             reason = (
                 f"{self._name}: {', '.join(paths)[:200]} is not what it was at the save, and no "
                 "order is kept that depends on it; give the sampler state_dict and "
-                "load_state_dict, or track it by trainckpt.Attributes. Data may differ from the "
-                "uninterrupted run"
+                "load_state_dict, or set it between passes only and track it by "
+                "trainckpt.Attributes. Data may differ from the uninterrupted run"
             )
             self._report(Restored(self._name, How.NOT_KEPT, reason))
         self._compare_content(saved.get("content", {}))
