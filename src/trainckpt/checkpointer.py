@@ -330,8 +330,11 @@ class Checkpointer:
         """
         self._must_have_resumed()
         self._has_plain_loop = True
+        if not self._early_draws.is_over:
+            self._early_draws.before_batch(is_leader=True)
         goes_on = self._boundary()
-        self._position.begin_outside_batch()
+        if goes_on:
+            self._position.begin_outside_batch()
         return goes_on
 
     @contextmanager
@@ -397,7 +400,9 @@ class Checkpointer:
 
     # ---- the boundary
 
-    def _boundary(self, *, evaluation: bool = False, closing: bool = False) -> bool:
+    def _boundary(
+        self, *, evaluation: bool = False, closing: bool = False, is_in_loader: bool = False
+    ) -> bool:
         """Count, save if due, act on decisions. Return True if training goes on."""
         attempt = self._attempt
         if attempt is None or attempt.shutdown.left:
@@ -409,7 +414,7 @@ class Checkpointer:
             self._registry.epoch_head.end()
         to_compare = self._phased_restore.under_way or attempt.report.is_awaited
         if self._to_prove or to_compare or self._recorder is not None:
-            self._seldom(evaluation=evaluation, closing=closing)
+            self._seldom(evaluation=evaluation, closing=closing, is_in_loader=is_in_loader)
         is_whole = position.between_batches or not evaluation
         resumable = is_whole and not self._phased_restore.to_come
         if attempt.survival is not None and resumable and not (evaluation or position.micro):
@@ -443,7 +448,7 @@ class Checkpointer:
         attempt.report.read_findings()
         self._timings.after_boundary(time.monotonic())
 
-    def _seldom(self, *, evaluation: bool, closing: bool) -> None:
+    def _seldom(self, *, evaluation: bool, closing: bool, is_in_loader: bool) -> None:
         """Do the rare work of the first boundaries, an unfinished resume, or a proof."""
         attempt = self._must_have_resumed()
         if self._first or (self._to_prove and self._loop_checks.trained):
@@ -471,7 +476,7 @@ class Checkpointer:
         was_under_way = self._phased_restore.under_way
         if was_under_way:
             entered = self._position.cursor.evaluations
-            found = self._phased_restore.reach(evaluation=entered, has_loader=bool(self._loaders))
+            found = self._phased_restore.reach(evaluation=entered, has_loader=is_in_loader)
             attempt.report.note(seen_since(found))
             if found.numbers:
                 logger.info("hint: %s", script_variables.hint(found.numbers))
@@ -509,8 +514,10 @@ class Checkpointer:
                 hint="iterate ckpt.batches() in the training loop itself; to load ahead, give the "
                 "DataLoader num_workers, and to copy ahead, pin_memory and non_blocking=True",
             )
+        if self._position.is_at_boundary:
+            return  # of `boundary()`; the script may have drawn random numbers since
         self._position.begin_loader_batch()
-        if not self._boundary():
+        if not self._boundary(is_in_loader=True):
             raise StopIteration  # on_stop="return": the loop simply ends
 
     def _before_first_fetch(self) -> bool:

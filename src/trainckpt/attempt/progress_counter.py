@@ -226,6 +226,12 @@ class ProgressCounter:
         """Note that the caller trains one micro-batch of its own, after `ckpt.boundary()`."""
         self._outside = True
 
+    @property
+    def is_at_boundary(self) -> bool:
+        """True from `ckpt.boundary()` to the first loader's next batch, or the next step."""
+        is_unread = self._loader is None or self._loader.total_batches == self._seen_batches
+        return self._outside and is_unread and self.step == self._step_at_boundary
+
     def begin_loader_batch(self) -> None:
         """Note that the boundary is inside the tracked loader, which counts its own batches."""
         self._outside = False
