@@ -36,7 +36,7 @@ from trainckpt.data.sampler import set_epoch
 from trainckpt.data.untracked import shield_all_loaders
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt_record import RUNNING
-from trainckpt.format.exactness import Restored
+from trainckpt.format.exactness import How, Restored
 from trainckpt.format.names import check_tag
 from trainckpt.inspect import proof_recorder
 from trainckpt.inspect.proof_files import tracked_files
@@ -521,12 +521,17 @@ class Checkpointer:
             raise StopIteration  # on_stop="return": the loop simply ends
 
     def _before_first_fetch(self) -> bool:
-        """Restore the generators before the first batch after a resume; hint at counted loops."""
+        """Restore the generators before the first batch after a resume.
+
+        Loops that count or repeat batches are named.
+        """
         iterator, cursor = self._loaders[0][1].running_iterator, self._position.cursor
         if cursor.batches and iterator is not None:
             hint = counted_loops.hint(iterator, cursor, by_epochs=self._position.epochs_are_ours)
             if hint:
                 logger.info("hint: %s", hint)
+        names = counted_loops.cycled() if cursor.micro_batches else []
+        self._note([Restored(name, How.NOT_KEPT, counted_loops.CYCLED) for name in names])
         return self._phased_restore.before_first_fetch()
 
     def _boundary_after_leaving(self) -> bool:

@@ -1,10 +1,17 @@
-"""Loops that count the batches of a resumed pass from 0 are found."""
+"""Loops that count the batches of a resumed pass from 0, or repeat batches, are found."""
 
 from __future__ import annotations
 
-import pytest
+import itertools
+import logging
 
-from trainckpt.data.counted_loops import counter_of
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.end_to_end.training import Crash
+from trainckpt import Checkpointer
+from trainckpt.data.counted_loops import CYCLED, counter_of
 
 
 class Batches:
@@ -43,3 +50,39 @@ def test_the_counter_around_an_iterator_is_found(around, counter):
     next(around(batches))
     assert batches.found == counter
     assert next(other) == (0, 1)
+
+
+def repeated(loader):
+    while True:
+        yield from loader
+
+
+def train(place, repeat, stop=None):
+    """Train on batches of one loader, each with one of a smaller loader; return both."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    large, small = (DataLoader(torch.arange(n)[:, None] / 32, 4, shuffle=True) for n in (32, 12))
+    trained = []
+    with Checkpointer(
+        place, model=model, optimizer=optimizer, loader=[large, small], every="1 steps"
+    ) as ckpt:
+        for one, other in zip(ckpt.batches(), repeat(ckpt.loader(small)), strict=False):
+            model(one + other).sum().backward()
+            optimizer.step()
+            trained.append((one.tolist(), other.tolist()))
+            if len(trained) == stop:
+                raise Crash
+    return trained
+
+
+@pytest.mark.parametrize("repeat", [itertools.cycle, repeated])
+def test_a_loader_that_a_cycle_repeats_is_named_at_a_resume(tmp_path, caplog, repeat):
+    caplog.set_level(logging.INFO, "trainckpt")
+    straight = train(tmp_path / "straight", repeat)
+    with pytest.raises(Crash):
+        train(tmp_path / "run", repeat, stop=6)
+    is_exact = train(tmp_path / "run", repeat) == straight[5:]
+    assert is_exact == (repeat is repeated)
+    assert (f"not exact: {CYCLED}" in caplog.messages) != is_exact
+    assert ("this resume is bitwise" in caplog.messages) == is_exact

@@ -3,6 +3,9 @@
 `enumerate(ckpt.batches())` and `zip(range(n), ckpt.batches())` begin anew after a resume. Often the
 number is only printed, so this is worth a hint and no doubt. One look over the objects of the
 process finds them, at the first batch after the resume.
+
+An `itertools.cycle` keeps the batches of its first pass and repeats them. A resume makes it anew,
+so it begins a new pass instead, and that is reported.
 """
 
 from __future__ import annotations
@@ -12,9 +15,15 @@ import itertools
 import types
 from typing import TYPE_CHECKING, Any
 
+from trainckpt.data.loader import TrackedIterator
+
 if TYPE_CHECKING:
     from trainckpt.format.cursor import Cursor
 
+CYCLED = (
+    "itertools.cycle repeats the batches of its first pass, and a resume makes it anew, so other "
+    "batches follow. Read the loader by a generator: while True: yield from ckpt.loader(...)"
+)
 _COUNTERS = (type(iter(range(0))), itertools.count, enumerate)
 
 
@@ -33,6 +42,13 @@ def counter_of(iterator: Any) -> str:
         ):
             return "zip"
     return ""
+
+
+def cycled() -> list[str]:
+    """Return the names of tracked loaders that an `itertools.cycle` reads."""
+    cycles = [one for one in gc.get_objects() if type(one) is itertools.cycle]
+    parts = [part for one in cycles for part in gc.get_referents(one)]
+    return sorted({part.loader_name for part in parts if type(part) is TrackedIterator})
 
 
 def hint(iterator: Any, cursor: Cursor, *, by_epochs: bool) -> str:

@@ -506,6 +506,11 @@ class TrackedIterator:
         self._batches: Iterator[Any] | None = None
         self._is_over = False
 
+    @property
+    def loader_name(self) -> str:
+        """The loader's name in messages."""
+        return self._loader.name
+
     def __iter__(self) -> TrackedIterator:
         return self
 
