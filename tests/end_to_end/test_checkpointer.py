@@ -35,7 +35,17 @@ def straight(tmp_path_factory):
     return seen, parts.state()
 
 
-@pytest.mark.parametrize("crash_at", range(1, 15))
+# Before any save, at one, behind one inside a window, over an epoch's end, and in the last epoch.
+CRASHES = (1, 4, 6, 9, 13)
+
+
+@pytest.mark.parametrize(
+    "crash_at",
+    [
+        crash if crash in CRASHES else pytest.param(crash, marks=pytest.mark.long)
+        for crash in range(1, 15)
+    ],
+)
 def test_a_run_that_crashed_anywhere_ends_as_the_one_that_did_not(tmp_path, straight, crash_at):
     seen = {}
     crashed(tmp_path, crash_at, epochs=3, seen=seen)

@@ -62,7 +62,7 @@ def test_a_script_that_looks_at_a_sample_after_a_resume_goes_on_bitwise(tmp_path
     assert resumed.state() == straight.state()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize(
     "stop", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(5, marks=pytest.mark.long)]
 )

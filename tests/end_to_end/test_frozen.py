@@ -68,7 +68,7 @@ def resumed(place, caplog, stop_at, **how):
     return rest == {s: whole[s] for s in rest} and same == end, exactness, said
 
 
-@pytest.mark.parametrize("stop_at", [5, 6])
+@pytest.mark.parametrize("stop_at", [5, pytest.param(6, marks=pytest.mark.long)])
 def test_a_layer_that_a_resume_leaves_frozen_is_named(tmp_path, caplog, stop_at):
     is_equal, exactness, said = resumed(tmp_path, caplog, stop_at, thaw=once)
     assert not is_equal
@@ -90,7 +90,7 @@ def test_a_layer_that_was_frozen_then_is_named_too(tmp_path, caplog):
     [{"thaw": from_then_on}, {"thaw": never}, {"toggle": True}],
     ids=["epoch after epoch", "never", "by turns"],
 )
-@pytest.mark.parametrize("stop_at", [2, 5])
+@pytest.mark.parametrize("stop_at", [pytest.param(2, marks=pytest.mark.long), 5])
 def test_a_script_that_sets_it_again_goes_on_bitwise_and_nothing_is_said(
     tmp_path, caplog, stop_at, how
 ):

@@ -99,7 +99,7 @@ def zeroing(place, seen, **how):
     return loop
 
 
-@pytest.mark.parametrize("stop_at", [2, 6])
+@pytest.mark.parametrize("stop_at", [pytest.param(2, marks=pytest.mark.long), 6])
 def test_gradients_of_an_open_window_survive_a_zero_grad_at_an_epoch_s_start(tmp_path, stop_at):
     assert_exact(zeroing, tmp_path, {"stop_at": stop_at})
 
@@ -208,7 +208,7 @@ def cycled(place, seen, **how):
     return loop
 
 
-@pytest.mark.parametrize("stop_at", [2, 4, 6])
+@pytest.mark.parametrize("stop_at", [pytest.param(2, marks=pytest.mark.long), 4, 6])
 def test_a_second_loader_that_goes_round_over_epochs_goes_on_after_a_resume(tmp_path, stop_at):
     assert_exact(cycled, tmp_path, {"stop_at": stop_at})
 

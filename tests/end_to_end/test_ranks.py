@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 
@@ -154,11 +155,12 @@ def test_what_each_rank_has_of_its_own_under_one_name_is_its_own_again(tmp_path)
 
 
 def test_a_model_resumes_with_compile_inside_ddp_outside_and_without(tmp_path):
-    straight = run_ranks(ranks.compiled, 2, str(tmp_path / "straight"), 8, "ddp")
-    rest = [[], []]
-    for until, how in ((2, "compile ddp"), (4, "ddp compile"), (6, "ddp"), (8, "compile ddp")):
-        found = run_ranks(ranks.compiled, 2, str(tmp_path / "run"), until, how)
-        rest = [one + two for one, two in zip(rest, found, strict=True)]
+    attempts = ((2, "compile ddp"), (4, "ddp compile"), (6, "ddp"), (8, "compile ddp"))
+    calls = [(ranks.compiled, str(tmp_path / "run"), until, how) for until, how in attempts]
+    straight, *found = run_in_turn(
+        2, (ranks.compiled, str(tmp_path / "straight"), 8, "ddp"), *calls
+    )
+    rest = [list(itertools.chain(*losses)) for losses in zip(*found, strict=True)]
     assert rest == straight
 
 

@@ -167,7 +167,9 @@ def test_each_row_of_a_lost_shuffle_buffer_comes_once(stop, workers):
     assert after != whole[: len(after)]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 8))]
+)
 @pytest.mark.parametrize("stop", [2, 3, 4])
 def test_a_lost_buffer_is_seen_from_few_batches_of_one_row(seed, stop):
     # In one case of three, one row is by chance the one that the wrong state leads to.

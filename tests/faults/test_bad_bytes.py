@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,12 +23,21 @@ def only_on_disk(monkeypatch):
     monkeypatch.setenv(ROOT_VARIABLE, NONE)
 
 
-@pytest.fixture
-def run(tmp_path):
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
     """A run with two snapshots, s2~1.1 and s4~1.2, that crashed then."""
-    crashed(tmp_path / "run", 9, epochs=3)
-    assert usable(tmp_path / "run") == ["s2~1.1", "s4~1.2"]
-    return tmp_path / "run"
+    place = tmp_path_factory.mktemp("saved") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ROOT_VARIABLE, NONE)
+        crashed(place, 9, epochs=3)
+    assert usable(place) == ["s2~1.1", "s4~1.2"]
+    return place
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    """A copy of it."""
+    return Path(shutil.copytree(saved, tmp_path / "run"))
 
 
 def file(run, snapshot, name="rank00000.safetensors"):

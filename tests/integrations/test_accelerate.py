@@ -33,9 +33,12 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def test_a_stop_at_any_place_of_window_and_epoch_ends_as_the_run_without_us(tmp_path):
+@pytest.mark.parametrize(
+    "stops", [[0, 4, 6, 11, 33], pytest.param([3, 12, 21, 32], marks=pytest.mark.long)], ids=str
+)
+def test_a_stop_at_any_place_of_window_and_epoch_ends_as_the_run_without_us(tmp_path, stops):
     """11 micro-batches an epoch, windows of 4, 4 and 3; losses, samples, phase, state, RNG."""
-    assert compared(tmp_path, [0, 3, 4, 6, 11, 12, 21, 32, 33]) == []
+    assert compared(tmp_path, stops) == []
 
 
 @pytest.mark.parametrize(
@@ -49,8 +52,9 @@ def test_a_stop_at_any_place_of_window_and_epoch_ends_as_the_run_without_us(tmp_
     ],
     ids=["seedable", "drop last", "split", "workers", "persistent workers"],
 )
-def test_every_kind_of_loader_goes_on_where_it_was(tmp_path, how):
-    assert compared(tmp_path, [3, 8], **how) == []
+@pytest.mark.parametrize("stop", [pytest.param(3, marks=pytest.mark.long), 8])
+def test_every_kind_of_loader_goes_on_where_it_was(tmp_path, stop, how):
+    assert compared(tmp_path, [stop], **how) == []
 
 
 @pytest.mark.parametrize("workers", [0, 2])

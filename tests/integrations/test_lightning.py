@@ -184,14 +184,14 @@ MODULES = {
 
 
 @pytest.mark.parametrize("kind", MODULES, ids=str)
-def test_whatever_the_module_optimizes_with(tmp_path, kind):
+@pytest.mark.parametrize(
+    "at", [pytest.param(5, marks=pytest.mark.long), 15, pytest.param(19, marks=pytest.mark.long)]
+)
+def test_whatever_the_module_optimizes_with(tmp_path, kind, at):
     make = MODULES[kind]
     straight = fit(module=make)
-    for at in (5, 19):
-        place = tmp_path / str(at)
-        place.mkdir()
-        parts = [fit(place, stop=StopAt(at), module=make), fit(place, seed=99, module=make)]
-        same(straight, parts)
+    parts = [fit(tmp_path, stop=StopAt(at), module=make), fit(tmp_path, seed=99, module=make)]
+    same(straight, parts)
 
 
 @pytest.mark.parametrize("persistent", [True, False])
@@ -334,15 +334,15 @@ class Pairs(Toy):
 
 
 @pytest.mark.parametrize("mode", ["max_size_cycle", "min_size"])
-def test_several_training_loaders(tmp_path, mode):
+@pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.long), 5])
+def test_several_training_loaders(tmp_path, mode, at):
     straight = fit(tmp_path / "straight", module=Pairs, data=several(mode))
-    for at in (1, 5):
-        place = tmp_path / str(at)
-        parts = [
-            fit(place, stop=StopAt(at), module=Pairs, data=several(mode)),
-            fit(place, module=Pairs, data=several(mode), seed=99),
-        ]
-        same(straight, parts)
+    place = tmp_path / "run"
+    parts = [
+        fit(place, stop=StopAt(at), module=Pairs, data=several(mode)),
+        fit(place, module=Pairs, data=several(mode), seed=99),
+    ]
+    same(straight, parts)
 
 
 def test_it_does_nothing_but_in_a_fit(tmp_path):
