@@ -303,6 +303,7 @@ class Checkpointer:
             after_fetch=self._recorder.batch if first and self._recorder is not None else None,
             early_draws=self._early_draws,
             report=self._report,
+            tracked_places=self._registry.tracked_places,
         )
         self._registry.add_loader(name, tracked, loader)
         self._loaders.append((loader, tracked))

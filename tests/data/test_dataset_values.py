@@ -88,6 +88,63 @@ def test_workers_of_a_resume_start_with_the_numbers_of_those_before(persistent):
     resumed.shutdown()
 
 
+CHANGES = {
+    "replaced": lambda rows: vars(rows).update(labels=torch.ones(8)),
+    "written": lambda rows: rows.labels.__setitem__(5, 1),
+    "written in the middle": lambda rows: rows.many.__setitem__(51234, 1),
+    "written in a tuple": lambda rows: rows.pair[1].__setitem__(5, 1),
+    "an array written": lambda rows: rows.array.__setitem__(5, 1),
+    "a list replaced": lambda rows: vars(rows).update(files=["b"]),
+}
+CHANGED = {"written in the middle": "many", "written in a tuple": "pair"}
+CHANGED |= {"an array written": "array", "a list replaced": "files"}
+
+
+def labelled():
+    return Rows(
+        labels=torch.zeros(8),
+        many=torch.zeros(1 << 17),
+        pair=(torch.zeros(8), torch.zeros(8)),
+        array=np.zeros(8),
+        files=["a"],
+    )
+
+
+def resumed(saved, rows):
+    """Return what the first batch of a resume with this dataset reports."""
+    told = []
+    loader = TrackedLoader(DataLoader(rows, 2), name="loader", report=told.append)
+    loader.load_state(saved)
+    next(iter(loader))
+    return [part.reason for part in told]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_resume_names_what_the_run_had_changed_unless_it_is_changed_again(change):
+    rows = labelled()
+    loader = TrackedLoader(DataLoader(rows, 2), name="loader")
+    batches = iter(loader)
+    next(batches)
+    CHANGES[change](rows)
+    (reason,) = resumed(loader.state(), labelled())
+    name = CHANGED.get(change, "labels")
+    assert f"loader: dataset.{name} was replaced or written during training" in reason
+    again = labelled()
+    CHANGES[change](again)
+    assert resumed(loader.state(), again) == []
+
+
+def test_a_resume_does_not_name_what_the_run_left_as_it_was():
+    rows = labelled()
+    loader = TrackedLoader(DataLoader(rows, 2), name="loader")
+    batches = iter(loader)
+    next(batches)
+    rows.added = torch.ones(3)
+    saved = loader.state()
+    assert saved["changed content"] == {}
+    assert resumed(saved, labelled()) == []
+
+
 def resume(values, change=None):
     """Save after a batch; return what a resume with the same dataset reports."""
     told = []

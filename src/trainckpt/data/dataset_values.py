@@ -5,7 +5,8 @@ numbers and texts     as they were when the workers started, if the script has c
                       old values, and then puts the script's back
 lists, arrays and     digests of some hundred items each, as the process began: indices of a
 tensors               split, names of files. If a resumed process begins with another digest,
-                      other samples stand at the same indices, and that is reported
+                      other samples stand at the same indices, and that is reported. The same for
+                      those that the run has replaced since, and tensors and arrays written since
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from contextlib import contextmanager
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from trainckpt.data import randomness
 from trainckpt.data.carried_state import children, is_tensor
 from trainckpt.data.pass_history import fingerprint
+from trainckpt.data.randomness import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -25,7 +29,9 @@ if TYPE_CHECKING:
 _NUMBERS = (bool, int, float, str)
 _ITEMS = 256  # compared of a sequence, spread over it
 _DEPTH = 3  # a list of records
+_FEW = 16  # tensors in a tuple, as in a TensorDataset
 _DIGESTS = 64  # values compared of one dataset
+_WHOLE_BYTES = 16 << 20  # compared whole, of a tensor that is written by the run
 
 
 def numbers(dataset: Any) -> dict[str, Any]:
@@ -57,13 +63,59 @@ def replaced(dataset: Any, values: Mapping[str, Any]) -> Iterator[None]:
 
 def content(dataset: Any) -> dict[str, bytes]:
     """Return path -> digest of the lists, arrays and tensors inside a dataset."""
-    digests: dict[str, bytes] = {}
+    return {path: _digest(value, 0) for path, value in _contents(dataset)}
+
+
+def marks(dataset: Any) -> dict[str, Any]:
+    """Return path -> mark of the same: another one once it is replaced, or its tensor written."""
+    return {path: _mark(value) for path, value in _contents(dataset)}
+
+
+def changed(dataset: Any, begun: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return path -> digest of those that do not have these marks any more."""
+    return {
+        path: _whole(value)
+        for path, value in _contents(dataset)
+        if path in begun and _mark(value) != begun[path]
+    }
+
+
+def others(dataset: Any, saved: Mapping[str, bytes]) -> list[str]:
+    """Return the paths whose value has another digest than in a result of `changed`."""
+    if not saved:
+        return []
+    now = {path: _whole(value) for path, value in _contents(dataset) if path in saved}
+    return sorted(path for path, digest in saved.items() if now.get(path) != digest)
+
+
+def _contents(dataset: Any) -> Iterator[tuple[str, Any]]:
+    number = 0
     for path, _, _, value in _attributes(dataset):
         if type(value) in (list, tuple) or is_tensor(value):
-            digests[path] = _digest(value, 0)
-            if len(digests) == _DIGESTS:
-                break
-    return digests
+            yield path, value
+            number += 1
+            if number == _DIGESTS:
+                return
+
+
+def _mark(value: Any) -> Any:
+    if type(value) in (list, tuple):
+        few = value if len(value) <= _FEW else ()
+        return id(value), [_mark(item) for item in few if is_tensor(item)]
+    if isinstance(value, torch.Tensor):
+        return id(value), None if value.is_inference() else value._version
+    return id(value), None if type(value).__name__ == "memmap" else fingerprint(value)
+
+
+def _whole(value: Any) -> bytes:
+    """Return a digest over all bytes of tensors and arrays that are not large, else of a sample."""
+    if type(value) in (list, tuple) and len(value) <= _FEW and any(map(is_tensor, value)):
+        return b"".join(map(_whole, value))
+    is_dense = isinstance(value, torch.Tensor) and value.is_cpu and value.layout is torch.strided
+    if is_dense and not value.is_quantized and value.nbytes <= _WHOLE_BYTES:
+        shape = f"{value.dtype} {tuple(value.shape)}".encode()
+        return blake2b(shape + as_bytes(value.detach()), digest_size=8).digest()
+    return _digest(value, 0)
 
 
 def _attributes(dataset: Any) -> Iterator[tuple[str, dict[Any, Any], Any, Any]]:

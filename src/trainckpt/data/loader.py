@@ -81,6 +81,8 @@ class TrackedLoader:
             True after restoring the main generators: those held by the data are then restored too.
         leader: The loader with the boundaries, in scripts that take batches from both.
         report: Called with each part that turns out to be restored less than exactly. None: warn.
+        tracked_places: Returns the id of each object with tracked attributes, and their names: a
+            sampler's are restored with them.
 
     Attributes:
         batches: Batches returned in this pass, those before a `load_in_other_world` included.
@@ -104,6 +106,7 @@ class TrackedLoader:
         early_draws: RequestListener | None = None,
         leader: TrackedLoader | None = None,
         report: Report | None = None,
+        tracked_places: Callable[[], Iterable[tuple[int, str]]] | None = None,
     ) -> None:
         self._loader = loader
         self._leader = leader
@@ -130,6 +133,8 @@ class TrackedLoader:
         self._epoch_start: int | None = None
         self._samples_before = 0
         self._source = source_of(loader, name, self._report)
+        if tracked_places is not None and isinstance(self._source, LoaderSource):
+            self._source.tracked_places = tracked_places
         facts = self._source.facts()
         # Lengths may depend on a pass's remainder or on the epoch, so the lengths compared are
         # always those of a new loader.

@@ -180,6 +180,7 @@ class LoaderSource:
         progress: Consumed part of the running pass.
         resharder: `EpochResharder` of the loader's order, or the reason why there is none.
         assignment: Of the running or last pass; None before, or without a resharder.
+        tracked_places: Returns the id of each object with tracked attributes, and their names.
     """
 
     def __init__(self, loader: DataLoader[Any], name: str, report: Report) -> None:
@@ -189,6 +190,7 @@ class LoaderSource:
         self._loader = loader
         self._name = name
         self._report = report
+        self.tracked_places: Callable[[], Iterable[tuple[int, str]]] = tuple
         self._persistent = bool(loader.persistent_workers and loader.num_workers > 0)
         # persistent workers, between passes too
         self._persistent_iterator: WorkersIterator | None = None
@@ -204,6 +206,7 @@ class LoaderSource:
         self._loaded_numbers: dict[str, Any] = {}
         # of the dataset as this process began, so that changes by the run are not compared
         self._content = dataset_values.content(loader.dataset) if self.kind == "map" else {}
+        self._marks = dataset_values.marks(loader.dataset) if self.kind == "map" else {}
         self._trials: list[Trial] = []  # of a stream's own state: the newest, and the one before
         self._in_trial = False  # a trial of that state is running
         self._base_seed: int | None = None
@@ -331,6 +334,7 @@ class LoaderSource:
             "order": self.progress.order,
             "passed": self.progress.batches_digest,
             "content": self._content,
+            "changed content": self._changed_content(),
             "workers' numbers": self._hidden_numbers() if in_pass or has_workers else {},
             "trial": self._newest_trial(),
             "last end": None if self._stream is None else self._stream.last_end,
@@ -564,7 +568,27 @@ class LoaderSource:
                 "trainckpt.Attributes. Data may differ from the uninterrupted run"
             )
             self._report(Restored(self._name, How.NOT_KEPT, reason))
-        self._compare_content(saved.get("content", {}))
+        changed = saved.get("changed content", {})
+        as_begun = saved.get("content", {}).items()
+        self._compare_content({p: digest for p, digest in as_begun if p not in changed})
+        self._compare_changed(changed)
+
+    def _changed_content(self) -> dict[str, bytes]:
+        """Return path -> digest of lists, arrays and tensors of the dataset changed by the run."""
+        if not self._marks:
+            return {}
+        return dataset_values.changed(self._loader.dataset, self._marks)
+
+    def _compare_changed(self, saved: dict[str, bytes]) -> None:
+        """Report lists, arrays and tensors that the run had changed, and the script has not."""
+        paths = dataset_values.others(self._loader.dataset, saved)
+        if paths:
+            reason = (
+                f"{self._name}: {', '.join(paths)[:200]} was replaced or written during training, "
+                "and is not as when it was saved: set it again before the loop asks for a batch, "
+                "from what is tracked. Data may differ from the uninterrupted run"
+            )
+            self._report(Restored(self._name, How.NOT_KEPT, reason))
 
     def _compare_content(self, saved: dict[str, bytes]) -> None:
         """Report lists, arrays and tensors of the dataset that are not those of the snapshot."""
@@ -623,7 +647,14 @@ class LoaderSource:
         roots = sampler.unknown_samplers(self._loader)
         if self._replays:
             roots["dataset"] = self._loader.dataset
-        return dict(carried_state.plain_values(roots))
+        tracked = tuple(
+            f"{name}.{key}"
+            for owner, key in self.tracked_places()
+            for name, root in roots.items()
+            if id(root) == owner
+        )
+        values = dict(carried_state.plain_values(roots))
+        return {path: value for path, value in values.items() if path not in tracked}
 
     def _warn_of_sampler_changes(self) -> None:
         before, self._sampler_values_before = self._sampler_values_before, None

@@ -36,7 +36,7 @@ from trainckpt.state.adapters.stateful import (
 )
 from trainckpt.state.adapters.tracked_file import TrackedFile
 from trainckpt.state.adapters.unsupported import refuse
-from trainckpt.state.attributes import Watched
+from trainckpt.state.attributes import Attributes, Watched
 from trainckpt.state.capture import DDP, FSDP, LOADERS
 from trainckpt.state.captured import VALUES
 from trainckpt.state.dtensor import training_device
@@ -200,6 +200,11 @@ class Registry:
         """Track a loader under `name`; `wrapped` is the user's own object."""
         self._claim(name, wrapped)
         self.loaders.append(LoaderState(name, loader))
+
+    def tracked_places(self) -> set[tuple[int, str]]:
+        """Return the id of each object with attributes tracked by `Attributes`, and their names."""
+        objects = [each.target for each in self.generics]
+        return {place for one in objects if isinstance(one, Attributes) for place in one.places}
 
     def add_file(self, file: Any) -> TrackedFile:
         """Track a file, by its path or as an open file; the same path gives the same object."""
