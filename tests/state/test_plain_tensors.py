@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -61,6 +62,32 @@ def test_a_value_comes_back_whatever_the_script_began_with(value, begun):
     other, _, _ = resumed(source, **given)
     assert type(other.h) is type(value)
     assert frozen(other.h) == frozen(value)
+
+
+class Pair(NamedTuple):
+    h: Any
+    c: Any
+
+
+@pytest.mark.parametrize("begun", [None, Pair(torch.zeros(1), None)], ids=["none", "one"])
+def test_a_named_tuple_comes_back(begun):
+    model, source = tracked(h=begun)
+    model.h = Pair(torch.ones(2), 3)
+    other, found, saved = resumed(source, h=begun)
+    assert type(other.h) is Pair
+    assert frozen(tuple(other.h)) == frozen((torch.ones(2), 3))
+    assert found.plain_tensors.differing(saved) == []
+
+
+def test_a_named_tuple_of_an_unknown_class_is_named():
+    class Hidden(NamedTuple):
+        h: Any
+
+    model, source = tracked(h=None)
+    model.h = Hidden(torch.ones(2))
+    other, found, saved = resumed(source, h=None)
+    assert other.h is None
+    assert found.plain_tensors.differing(saved) == ["model.h"]
 
 
 def test_an_array_comes_back():

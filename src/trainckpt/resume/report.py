@@ -150,7 +150,8 @@ def seen_since(otherwise: ResumeDrift) -> list[Restored]:
         found += _not_kept("attributes", [why])
     if otherwise.tensors:
         why = (
-            f"too large to be kept, and not as when it was saved: {_some(otherwise.tensors)} "
+            "too large to be kept, or a named tuple of an unknown class, and not as when it was "
+            f"saved: {_some(otherwise.tensors)} "
             f"({plain_tensors.HINT})"
         )
         found += _not_kept("attributes", [why])

@@ -2,7 +2,8 @@
 
 They are a hidden state carried from batch to batch, a moving average or random features in
 `self.h`. A snapshot holds the tensors and NumPy arrays in attributes of the script's own modules
-and optimizers, also those in short containers, and a resume sets the attributes to them. Only
+and optimizers, also those in short containers, and a resume sets the attributes to them. A named
+tuple is made again by the class of that name in the attribute, or in its owner's module. Only
 values without the graph that computed them are kept. Beyond `MAX_BYTES`, the smallest first, a
 snapshot holds a sample of the elements, and a resume names an attribute whose sample differs.
 
@@ -13,6 +14,7 @@ forward may make it again, as a cache.
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections import OrderedDict, deque
 from itertools import chain
@@ -76,11 +78,14 @@ class PlainTensors:
                 entries[name] = {"sample": sample(leaves)}
             elif _is_storable(value):
                 room -= num_bytes
+                plain = tuple(value) if _is_named_tuple(value) else value
                 entries[name] = {
-                    "of": out.encode(value, f"{PART}/{name}", PART),
+                    "of": out.encode(plain, f"{PART}/{name}", PART),
                     "is_first": self._is_first(name, value),
                     "trained": [i for i, leaf in enumerate(leaves) if _is_trained(leaf)],
                 }
+                if plain is not value:
+                    entries[name]["named"] = type(value).__qualname__
         if entries:
             out.values[PART] = entries
 
@@ -119,6 +124,11 @@ class PlainTensors:
                 for i, leaf in enumerate(_leaves(found)):
                     if i in entry["trained"]:
                         leaf.requires_grad_()
+                if "named" in entry:
+                    kind = _named_tuple(entry["named"], live, owner)
+                    if kind is None or len(kind._fields) != len(found):
+                        continue  # `differing` names it
+                    found = kind._make(found)
                 if entry["is_first"] and _fill(live, found):
                     found = live
                 elif entry["is_first"]:
@@ -140,6 +150,8 @@ class PlainTensors:
         for name, entry in saved.values.get(PART, {}).items():
             place = self._place(name)
             live: Any = None if place is None else vars(place[0]).get(place[1])
+            if "named" in entry and type(live).__qualname__ != entry["named"]:
+                found.append(name)
             if "sample" in entry:
                 leaves = list(_leaves(live))
                 if leaves and sample(leaves) != entry["sample"]:
@@ -153,10 +165,30 @@ def _leaves(value: Any, depth: int = 0) -> Iterator[Any]:
     """Yield the tensors and arrays inside a value; of a long container only the first item's."""
     if type(value) in _TENSORS or _is_array(value):
         yield value
-    elif type(value) in _CONTAINERS and depth < len(_ITEMS):
+    elif (type(value) in _CONTAINERS and depth < len(_ITEMS)) or (
+        not depth and _is_named_tuple(value)
+    ):
         items = list(value.values() if isinstance(value, dict) else value)
         for item in items if len(items) <= _ITEMS[depth] else items[:1]:
             yield from _leaves(item, depth + 1)
+
+
+def _is_named_tuple(value: Any) -> bool:
+    return issubclass(type(value), tuple) and hasattr(type(value), "_fields")
+
+
+def _named_tuple(name: str, live: Any, owner: object) -> Any:
+    """Return the class of named tuples of this name: the live value's, or one beside the owner's.
+
+    Nothing is imported: a snapshot cannot choose a class that the script does not show there.
+    """
+    beside = getattr(sys.modules.get(type(owner).__module__), "__dict__", {})
+    kinds: tuple[Any, ...] = (type(live), beside.get(name))
+    for kind in kinds:
+        is_one = isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+        if is_one and kind.__qualname__ == name:
+            return kind
+    return None
 
 
 def _is_array(value: Any) -> bool:
@@ -189,7 +221,7 @@ def _address(leaf: Any) -> int:
 
 def _is_storable(value: Any, depth: int = 0) -> bool:
     """Return True for tensors, arrays and plain values, in short containers."""
-    if type(value) in _CONTAINERS:
+    if type(value) in _CONTAINERS or (not depth and _is_named_tuple(value)):
         items = value.values() if isinstance(value, dict) else value
         fits = depth < len(_ITEMS) and len(value) <= _ITEMS[depth]
         return fits and all(_is_storable(item, depth + 1) for item in items)
@@ -206,7 +238,8 @@ def _is_trained(leaf: Any) -> bool:
 
 def _reference(value: Any) -> Any:
     """Return a reference to a value: a weak one, but containers cannot have one."""
-    return value if type(value) in _CONTAINERS else weakref.ref(value)
+    is_container = type(value) in _CONTAINERS or _is_named_tuple(value)
+    return value if is_container else weakref.ref(value)
 
 
 def _fill(live: Any, found: Any) -> bool:
