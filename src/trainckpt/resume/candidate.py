@@ -83,8 +83,7 @@ def read_state(
     """Read and verify the data this rank needs, and compare it with the live objects.
 
     Args:
-        tier: The tier to read from.
-        manifest: The snapshot's manifest.
+        tier, manifest: The snapshot, and the tier to read it from.
         registry: The live objects; not touched.
         world: This rank.
         later: Source for state that the script changes before training goes on; default `tier`.

@@ -58,10 +58,8 @@ def check_storable(
     error, since the others might wait for it in vain; the next save then fails on all, with the
     reason.
 
-    Args:
-        channel, registry, tier: Of this rank.
-        at_first: This is the first boundary.
-        excludes: Tensors are left out of saves, so their size is not known here.
+    `at_first`: this is the first boundary. `excludes`: tensors are left out of saves, so their size
+    is not known here.
 
     Raises:
         ConfigurationError: a tracked object's state cannot be stored; named in the message.

@@ -120,8 +120,7 @@ def apply(registry: Registry, saved: Saved, *, again: bool = False, loaders: boo
     """Restore everything but the random generators. Collective under DDP.
 
     Args:
-        registry: The live objects.
-        saved: The restored state, checked to fit.
+        registry, saved: The live objects, and the restored state, checked to fit.
         again: The same state was applied before in this process; each DDP gets its buckets once.
         loaders: Restore the loaders too.
     """

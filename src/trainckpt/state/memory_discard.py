@@ -64,11 +64,9 @@ class DroppedMemory:
 
 
 def drop(captured: Captured, stored: Collection[str]) -> DroppedMemory:
-    """Drop the memory of stored tensors. Nothing may read it until it is refilled.
+    """Drop the memory of the tensors named in `stored`, equal to the stored ones.
 
-    Args:
-        captured: The current state, equal to the stored one.
-        stored: Names of the stored tensors.
+    Nothing may read it until it is refilled.
     """
     private = _Private()
     tensors, digests, ranges = {}, {}, []

@@ -51,8 +51,7 @@ def group_digests(
     or over the checksum of tensors on a device. `snapshot.save_plan.equal_groups` compares them.
 
     Args:
-        captured: State of this rank.
-        rank, world: This rank, and the number of ranks.
+        captured, rank, world: State of this rank, its number, and the number of ranks.
         sampled: Tensors compared by a sample only: the first page, and a part advancing with
             `number`. Digesting them all costs training as much as copying them.
         number: Number of the save.

@@ -80,9 +80,7 @@ def find_targets(
     """Decide the boxes this rank reads.
 
     Args:
-        registry: The live objects.
-        values: The donor's saved values.
-        entries: The snapshot's tensors.
+        registry, values, entries: The live objects, the donor's values, the snapshot's tensors.
         world, then: Number of ranks now, and in the snapshot.
     """
     live = {name: t for model in registry.models for name, t in model.tensors().items()}

@@ -209,10 +209,8 @@ def stage(
     """Copy `regions` of the captured tensors to their positions in one shard file.
 
     Args:
-        captured: The live tensors.
-        regions: The regions stored by this rank, from the save plan.
-        rank: The rank of this process.
-        world: Number of ranks of the attempt.
+        captured, regions: The live tensors, and the regions of them stored by this rank.
+        rank, world: This rank, and the number of ranks.
         memory: Returns page-aligned memory of so many bytes; its earlier result is then invalid.
             None: fresh memory of this process.
         references: Regions not copied, since an older file has their bytes.

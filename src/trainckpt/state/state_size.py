@@ -37,10 +37,8 @@ class StateBytes:
 def weigh(registry: Registry, *, gradients: bool) -> StateBytes:
     """Return an estimate: training may add optimizer state later.
 
-    Args:
-        registry: The tracked objects.
-        gradients: Count the present ones. Only for the training thread, at a boundary: to read
-            `.grad` while another thread is in a backward corrupts torch's memory.
+    `gradients`: count the present ones. Only for the training thread, at a boundary: to read
+    `.grad` while another thread is in a backward corrupts torch's memory.
     """
     state = there = possible = 0
     for model in registry.models:

@@ -41,10 +41,8 @@ def capture(
 ) -> None:
     """Add the state of every generator of this process.
 
-    Args:
-        out: The capture.
-        devices: Returns those with tracked state, in the order of the first parameter on each.
-        modules: Kind of device -> `torch.cuda` or its like; None: torch's own.
+    `devices` returns those with tracked state, in the order of the first parameter on each.
+    `modules`: kind of device -> `torch.cuda` or its like; None: torch's own.
     """
     state: dict[str, Any] = dict(randomness.main_rng())
     for kind, module in (_modules() if modules is None else modules).items():

@@ -69,9 +69,7 @@ class TrackedFile:
     def cut_back(self, saved: Saved, attempt: int) -> str:
         """Truncate the file to its saved length, and return a report; "" for nothing to do.
 
-        Args:
-            saved: The snapshot.
-            attempt: Number in the name of the copy of later bytes; 0, for a proof: no copy.
+        `attempt`: number in the name of the copy of later bytes; 0, for a proof: no copy.
         """
         then = lengths(saved).get(self.name)
         now = self.length()
