@@ -23,7 +23,7 @@ from trainckpt.data.own_state import has_usable_state
 from trainckpt.data.pass_history import fingerprint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
 _POLLS = 4  # number of first batches after which attributes are compared
 _PLAIN = (int, float, str, bytes)
@@ -103,8 +103,11 @@ class Watch:
         self._changes = Counter[str]()
         self._polls = 0
 
-    def poll_changes(self) -> Seen | None:
-        """Return the changing attributes after one of the first batches; None after later ones."""
+    def poll_changes(self, kept: Collection[str] = ()) -> Seen | None:
+        """Return the changing attributes after one of the first batches; None after later ones.
+
+        `kept`: attributes that a snapshot holds.
+        """
         if self._polls == _POLLS:
             return None
         self._polls += 1
@@ -113,7 +116,8 @@ class Watch:
             path for path, now in self._values.items() if old.get(path, now) != now
         )
         least = min(self._polls, 2)
-        paths = sorted(path for path, number in self._changes.items() if number >= least)
+        changing = {path for path, number in self._changes.items() if number >= least}
+        paths = sorted(changing.difference(kept))
         return Seen(self._polls > 1, paths)
 
 

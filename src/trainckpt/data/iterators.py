@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from trainckpt.data.carried_state import Changing, Seen, Watch
+    from trainckpt.data.loop_numbers import LoopNumbers
 
 
 _Base = torch_loader._BaseDataLoaderIter
@@ -116,6 +117,7 @@ class Plan:
         base_seed: Seed for the workers in place of the drawn one.
         rewind: Called before the first index is drawn.
         watch: Inspects the data of an iterator without workers.
+        loop_numbers: Compares the dataset's numbers before each batch, and after those loaded here.
         compares: Add batches to `Progress.passed`.
         before_fetch: Called before each fetch, without workers.
     """
@@ -125,6 +127,7 @@ class Plan:
     base_seed: int | None = None
     rewind: Callable[[], None] | None = None
     watch: Watch | None = None
+    loop_numbers: LoopNumbers | None = None
     compares: bool = False
     before_fetch: Callable[[], None] | None = None
 
@@ -204,10 +207,16 @@ class InProcessIterator(_Single):
         progress, plan = self.progress, self._plan
         if plan.before_fetch is not None:
             plan.before_fetch()
+        numbers = plan.loop_numbers
+        if numbers is not None:
+            numbers.before_batch()
         data = super()._next_data()  # type: ignore[no-untyped-call]
+        if numbers is not None:
+            numbers.after_batch()
         progress.samples += self._last_size
         if plan.watch is not None:
-            progress.record_changes(0, plan.watch.poll_changes())
+            kept = () if numbers is None else numbers.kept
+            progress.record_changes(0, plan.watch.poll_changes(kept))
         if plan.compares:
             progress.add_batch(data)
         return data
@@ -266,6 +275,8 @@ class WorkersIterator(_Multi):
 
     def _process_data(self, data: Any, *rest: Any) -> Any:
         progress = self.progress
+        if self._plan.loop_numbers is not None:
+            self._plan.loop_numbers.before_batch()
         size, progress.order = self._in_flight.popleft() if self._in_flight else (0, progress.order)
         progress.position += 1
         data = super()._process_data(data, *rest)  # type: ignore[no-untyped-call]

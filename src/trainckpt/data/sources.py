@@ -57,6 +57,7 @@ from trainckpt.data.iterators import (
     make_iterator,
     self_test,
 )
+from trainckpt.data.loop_numbers import LoopNumbers
 from trainckpt.data.own_state import has_state, refuse_arguments
 from trainckpt.data.pass_history import fingerprint
 from trainckpt.data.randomness import main_rng, set_main_rng
@@ -204,6 +205,8 @@ class LoaderSource:
         # numbers in the dataset as the workers started, and those of a loaded state
         self._numbers_of_workers: dict[str, Any] = {}
         self._loaded_numbers: dict[str, Any] = {}
+        self._loop_numbers = LoopNumbers(loader.dataset) if self.kind == "map" else None
+        self._loaded_loop_numbers: dict[str, Any] = {}
         # of the dataset as this process began, so that changes by the run are not compared
         self._content = dataset_values.content(loader.dataset) if self.kind == "map" else {}
         self._marks = dataset_values.marks(loader.dataset) if self.kind == "map" else {}
@@ -336,6 +339,7 @@ class LoaderSource:
             "content": self._content,
             "changed content": self._changed_content(),
             "workers' numbers": self._hidden_numbers() if in_pass or has_workers else {},
+            "loop numbers": {} if self._loop_numbers is None else self._loop_numbers.values(),
             "trial": self._newest_trial(),
             "last end": None if self._stream is None else self._stream.last_end,
             "own": None,
@@ -354,8 +358,10 @@ class LoaderSource:
         self._base_seed = saved["base_seed"]
         self._had_workers = saved["reused"] and self._persistent
         self._loaded_numbers = saved.get("workers' numbers", {})
+        self._loaded_loop_numbers = saved.get("loop numbers", {})
         self._restore_assignment(saved)
-        if not saved["in_pass"]:
+        if not saved["in_pass"]:  # what the script does at the head of an epoch is yet to come
+            self._restore_loop_numbers()
             sampler.restore(self._loader, saved["now"])
             self._restore_data(DataState.saved_as(saved, "now"))
             if saved["own"] is not None and self._stream is not None:
@@ -691,13 +697,20 @@ class LoaderSource:
         dealt = saved.get("deal")
         self.assignment = Assignment(**dealt) if dealt is not None else self._first_assignment()
 
+    def _restore_loop_numbers(self) -> None:
+        if self._loop_numbers is not None:
+            self._loop_numbers.restore(self._loaded_loop_numbers)
+        self._loaded_loop_numbers = {}
+
     def _make(self, skip: int) -> Any:
+        self._restore_loop_numbers()
         plan = Plan(
             skip=skip,
             workers=self.progress.workers,
             base_seed=self._base_seed if skip or self._reuses_workers else None,
             rewind=self._rewind if self._reuses_workers else None,
             watch=None if self._replays else Watch(self._generator_roots),
+            loop_numbers=self._loop_numbers,
             compares=self.kind == "iterable",
             before_fetch=None if self._stream is None else self._record_fetch,
         )

@@ -1,0 +1,102 @@
+"""Keep numbers and texts that the training loop sets in a dataset, such as `dataset.level = 3`.
+
+They are told from those that reading a sample changes: a loop sets a number between two batches,
+and reading one sets it while a batch is loaded. A number that only the loop sets is restored
+before the first batch after a resume. One that reading sets too may belong to an open file or a
+cache, which a resume lacks; `carried_state` names those.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import Dataset
+
+from trainckpt.data import randomness
+from trainckpt.data.own_state import has_usable_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_KINDS = (bool, int, float, str)
+_LONGEST = 256  # characters of a text
+_DATASETS = 8  # inside each other
+_ATTRIBUTES = 256  # of one dataset; one with more is left out
+
+
+class LoopNumbers:
+    """The numbers and texts in the attributes of one dataset, and of those inside it."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._spaces = dict(_namespaces(dataset))
+        self._last: dict[str, dict[str, Any]] | None = None  # None: no batch was loaded yet
+        self._set_by_loop: set[str] = set()
+        self._set_by_reading: set[str] = set()
+
+    def before_batch(self) -> None:
+        """Note the numbers that the loop has set since the last batch."""
+        self._set_by_loop |= self._changed()
+
+    def after_batch(self) -> None:
+        """Note the numbers that loading a batch in this process has set."""
+        self._set_by_reading |= self._changed()
+
+    @property
+    def kept(self) -> set[str]:
+        """Paths of the numbers that only the loop has set."""
+        return self._set_by_loop - self._set_by_reading
+
+    def values(self) -> dict[str, Any]:
+        """Return path -> value of the numbers that only the loop has set in this run."""
+        self.before_batch()
+        kept = self.kept
+        return {
+            path: value
+            for space, names in (self._last or {}).items()
+            for name, value in names.items()
+            if (path := f"{space}.{name}") in kept
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Set the result of `values`."""
+        for path, value in saved.items():
+            space, _, name = path.rpartition(".")
+            if space in self._spaces:
+                self._spaces[space][name] = value
+                self._set_by_loop.add(path)
+
+    def _changed(self) -> set[str]:
+        """Return the paths whose value is another than at the last call, or new."""
+        last, self._last = self._last, {p: _numbers(n) for p, n in self._spaces.items()}
+        if last is None or last == self._last:
+            return set()
+        return {
+            f"{space}.{name}"
+            for space, names in self._last.items()
+            for name, value in names.items()
+            if name not in last[space] or last[space][name] != value
+        }
+
+
+def _numbers(names: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in names.items()
+        if type(value) in _KINDS and not (type(value) is str and len(value) > _LONGEST)
+    }
+
+
+def _namespaces(dataset: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield path and attributes of the dataset, and of those inside it, as in a Subset."""
+    queue = [("dataset", dataset)]
+    for path, holder in queue:
+        names = randomness.names_of(holder)
+        if names is None or len(names) > _ATTRIBUTES or has_usable_state(holder):
+            continue
+        yield path, names
+        for name, value in names.items():
+            parts = enumerate(value) if type(value) in (list, tuple) else ()
+            inner = [(f"{path}.{name}[{index}]", part) for index, part in parts]
+            inner = [(f"{path}.{name}", value), *inner[:_DATASETS]]
+            queue += [each for each in inner if isinstance(each[1], Dataset)]
+        del queue[_DATASETS:]

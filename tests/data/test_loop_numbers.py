@@ -1,0 +1,111 @@
+"""Numbers that the training loop sets in a map-style dataset."""
+
+from __future__ import annotations
+
+import pytest
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from trainckpt.data.loader import TrackedLoader
+from trainckpt.data.loop_numbers import LoopNumbers
+
+
+class Levels(Dataset):
+    """Samples that depend on a level, which the loop sets, and a count of those read."""
+
+    level, reads = 1, 0
+
+    def __init__(self, *, is_counted=False):
+        self.is_counted = is_counted
+        self.name = "easy"
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if self.is_counted:
+            self.reads += 1
+        return 100 * self.level + index
+
+
+class Stateful(Levels):
+    """Keeps its level by itself."""
+
+    def state_dict(self):
+        return {"level": self.level}
+
+    def load_state_dict(self, state):
+        self.level = state["level"]
+
+
+def trained(dataset, *, wrap=lambda dataset: dataset, passes=2, stop=None, saved=None, workers=0):
+    """Raise the level after each batch; return the batches, and the state before batch `stop`."""
+    loader = TrackedLoader(DataLoader(wrap(dataset), 2, num_workers=workers), name="loader")
+    if saved is not None:
+        loader.load_state(saved)
+    got = []
+    for _ in range(loader.passes_started - loader.in_pass, passes):
+        for batch in loader:
+            got.append(batch.tolist())
+            dataset.level += 1
+            if len(got) == stop:
+                state = loader.state()
+                loader.shutdown()
+                return got, state
+    loader.shutdown()
+    return got, loader.state()
+
+
+@pytest.mark.parametrize("wrap", [lambda d: d, lambda d: Subset(d, range(8))], ids=["", "subset"])
+@pytest.mark.parametrize("stop", [1, 3, 4, 6])
+def test_a_number_set_after_each_batch_goes_on_from_where_it_was(stop, wrap):
+    whole, _ = trained(Levels(), wrap=wrap)
+    first, saved = trained(Levels(), wrap=wrap, stop=stop)
+    rest, _ = trained(Levels(), wrap=wrap, saved=saved)
+    assert first + rest == whole
+
+
+def test_workers_that_start_for_the_next_pass_see_the_number():
+    whole, _ = trained(Levels(), workers=1)
+    first, saved = trained(Levels(), workers=1, stop=3)
+    rest, _ = trained(Levels(), workers=1, saved=saved)
+    assert first + rest == whole
+    assert whole[4:] == [[500, 501], [502, 503], [504, 505], [506, 507]]
+
+
+def test_a_number_that_reading_sets_too_is_not_restored():
+    dataset = Levels(is_counted=True)
+    numbers = LoopNumbers(dataset)
+    for _ in range(2):
+        numbers.before_batch()
+        dataset[0]
+        numbers.after_batch()
+        dataset.reads, dataset.level = 0, dataset.level + 1
+    assert numbers.values() == {"dataset.level": 3}
+
+
+def test_a_number_set_before_the_first_batch_is_the_script_s():
+    dataset = Levels()
+    numbers = LoopNumbers(dataset)
+    dataset.level, dataset.name = 7, "hard"
+    numbers.before_batch()
+    numbers.after_batch()
+    assert numbers.values() == {}
+    dataset.name = "harder"
+    assert numbers.values() == {"dataset.name": "harder"}
+
+
+def test_a_number_restored_is_saved_again():
+    dataset = Levels()
+    numbers = LoopNumbers(dataset)
+    numbers.restore({"dataset.level": 5, "dataset.inner.gone": 1})
+    assert dataset.level == 5
+    numbers.before_batch()
+    assert numbers.values() == {"dataset.level": 5}
+
+
+def test_a_dataset_with_a_state_of_its_own_is_left_to_it():
+    dataset = Stateful()
+    numbers = LoopNumbers(dataset)
+    numbers.before_batch()
+    dataset.level = 4
+    assert numbers.values() == {}
