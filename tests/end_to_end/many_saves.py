@@ -80,7 +80,7 @@ def held(place: str, ckpt: Checkpointer) -> dict[str, int]:
         "resident bytes": int(Path("/proc/self/statm").read_text().split()[1])
         * os.sysconf("SC_PAGE_SIZE"),
         "files": sum(1 for _ in snapshots.rglob("*")),
-        "keys": len(ckpt._context.channel._values) + len(ckpt._context.channel._counts),
+        "keys": ckpt._context.channel.store.num_keys(),
     }
 
 
