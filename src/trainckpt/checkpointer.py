@@ -114,6 +114,7 @@ class Checkpointer:
         self._attempt: Attempt | None = None
         self._loaders: list[tuple[Any, TrackedLoader]] = []
         self._early_draws = EarlyDraws(registry, self._report)
+        self._windows: counted_loops.CountedWindows | None = None
         for name, value in keywords.items():
             registry.add(name, value)
         registry.add_implied()
@@ -413,7 +414,7 @@ class Checkpointer:
         position.reach_boundary(evaluation=evaluation)
         if self._registry.epoch_head.is_open and not evaluation:
             self._registry.epoch_head.end()
-        to_compare = self._phased_restore.under_way or attempt.report.is_awaited
+        to_compare = self._phased_restore.under_way or attempt.report.is_awaited or self._windows
         if self._to_prove or to_compare or self._recorder is not None:
             self._seldom(evaluation=evaluation, closing=closing, is_in_loader=is_in_loader)
         is_whole = position.between_batches or not evaluation
@@ -474,6 +475,9 @@ class Checkpointer:
             self._files.warn_uncut(attempt.beginning.record.attempt)
             attempt.log.change_soon(state=RUNNING)
             self._context.crash_marker.stop()
+        if self._windows is not None:
+            self._windows.reach_boundary(self._position.step, self._position.window)
+            self._windows = None if self._windows.is_over else self._windows
         was_under_way = self._phased_restore.under_way
         if was_under_way:
             entered = self._position.cursor.evaluations
@@ -531,6 +535,8 @@ class Checkpointer:
             hint = counted_loops.hint(iterator, cursor, by_epochs=self._position.epochs_are_ours)
             if hint:
                 logger.info("hint: %s", hint)
+                if cursor.micro:
+                    self._windows = counted_loops.CountedWindows(cursor.step, self._report)
         names = counted_loops.cycled() if cursor.micro_batches else []
         self._note([Restored(name, How.NOT_KEPT, counted_loops.CYCLED) for name in names])
         return self._phased_restore.before_first_fetch()

@@ -25,7 +25,7 @@ class Batches:
 
     def __next__(self):
         if self.found is None:
-            self.found = counter_of(self)
+            self.found = counter_of(self, 3)
         return 0
 
 
@@ -39,11 +39,20 @@ def passed_on(batches):
         (enumerate, "enumerate"),
         (lambda batches: enumerate(passed_on(batches)), "enumerate"),
         (lambda batches: zip(range(9), batches, strict=False), "zip"),
+        (lambda batches: enumerate(batches, 1), "enumerate"),
         (lambda batches: enumerate(batches, 3), ""),
         (lambda batches: zip(batches, batches, strict=False), ""),
         (iter, ""),
     ],
-    ids=["enumerate", "over a generator", "zip", "from another number", "of batches", "plain"],
+    ids=[
+        "enumerate",
+        "over a generator",
+        "zip",
+        "from 1",
+        "from another number",
+        "of batches",
+        "plain",
+    ],
 )
 def test_the_counter_around_an_iterator_is_found(around, counter):
     batches, other = Batches(), enumerate([1, 2])
@@ -86,3 +95,50 @@ def test_a_loader_that_a_cycle_repeats_is_named_at_a_resume(tmp_path, caplog, re
     assert is_exact == (repeat is repeated)
     assert (f"not exact: {CYCLED}" in caplog.messages) != is_exact
     assert ("this resume is bitwise" in caplog.messages) == is_exact
+
+
+def accumulate(place, ends_window, stop=None):
+    """Train windows of four micro-batches; return the losses."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    loader, losses, save = DataLoader(torch.arange(40)[:, None] / 40, 2), [], None
+    with Checkpointer(
+        place, model=model, optimizer=optimizer, loader=loader, every="never"
+    ) as ckpt:
+        for number, batch in enumerate(ckpt.batches(), 1):
+            if save is not None:
+                save.wait()
+                raise Crash
+            loss = model(batch).square().mean()
+            loss.backward()
+            losses.append(loss.item().hex())
+            if len(losses) == stop:
+                save = ckpt.save()  # at the next boundary
+            if ends_window(number, ckpt):
+                optimizer.step()
+                optimizer.zero_grad()
+    return losses
+
+
+def by_number(number, ckpt):
+    return number % 4 == 0
+
+
+def by_cursor(number, ckpt):
+    return ckpt.cursor.micro == 3
+
+
+@pytest.mark.parametrize(
+    ("ends_window", "stop", "is_exact"),
+    [(by_number, 6, False), (by_number, 8, True), (by_cursor, 6, True)],
+)
+def test_a_window_that_a_count_from_0_makes_longer_is_named(
+    tmp_path, caplog, ends_window, stop, is_exact
+):
+    straight = accumulate(tmp_path / "straight", ends_window)
+    with pytest.raises(Crash):
+        accumulate(tmp_path / "run", ends_window, stop)
+    assert (accumulate(tmp_path / "run", ends_window) == straight[stop:]) == is_exact
+    named = "the first window after the resume had 6 micro-batches, and those after it have 4"
+    assert (named in caplog.text) != is_exact

@@ -1,8 +1,10 @@
-"""Find loops that count batches from 0, though they go on in the middle of an epoch.
+"""Find loops that count batches from 0 or 1, though they go on in the middle of an epoch.
 
 `enumerate(ckpt.batches())` and `zip(range(n), ckpt.batches())` begin anew after a resume. Often the
 number is only printed, so this is worth a hint and no doubt. One look over the objects of the
-process finds them, at the first batch after the resume.
+process finds them, at the first batch after the resume. If the number decides where a window ends,
+as in `(i + 1) % 4 == 0`, the window that the resume began in becomes longer than those after it:
+`CountedWindows` reports that.
 
 An `itertools.cycle` keeps the batches of its first pass and repeats them. A resume makes it anew,
 so it begins a new pass instead, and that is reported.
@@ -16,26 +18,32 @@ import types
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.data.loader import TrackedIterator
+from trainckpt.format.exactness import How, Restored
 
 if TYPE_CHECKING:
     from trainckpt.format.cursor import Cursor
+    from trainckpt.format.exactness import Report
 
 CYCLED = (
     "itertools.cycle repeats the batches of its first pass, and a resume makes it anew, so other "
     "batches follow. Read the loader by a generator: while True: yield from ckpt.loader(...)"
 )
+_WINDOWS = 3  # compared: the one that the resume began in, and two whole ones
 _COUNTERS = (type(iter(range(0))), itertools.count, enumerate)
 
 
-def counter_of(iterator: Any) -> str:
-    """Return "enumerate" or "zip" if one of these counts the batches of this iterator; else ""."""
+def counter_of(iterator: Any, batches: int) -> str:
+    """Return "enumerate" or "zip" if one counts this iterator's batches from the first; else "".
+
+    `batches`: those trained in the epoch, from which a loop may count on.
+    """
     for one in gc.get_objects():
         kind = type(one)
         if kind is not enumerate and kind is not zip:
             continue
         parts = one.__reduce__()[1]
         if kind is enumerate:
-            if parts[1] == 0 and _reads(parts[0], iterator):
+            if parts[1] < min(batches, 2) and _reads(parts[0], iterator):
                 return "enumerate"
         elif any(type(part) in _COUNTERS for part in parts) and any(
             _reads(part, iterator) for part in parts
@@ -53,7 +61,7 @@ def cycled() -> list[str]:
 
 def hint(iterator: Any, cursor: Cursor, *, by_epochs: bool) -> str:
     """Return a sentence for a loop that counts a resumed pass from 0; "" for another loop."""
-    counter = counter_of(iterator)
+    counter = counter_of(iterator, cursor.batches)
     if not counter:
         return ""
     lines = {
@@ -62,9 +70,38 @@ def hint(iterator: Any, cursor: Cursor, *, by_epochs: bool) -> str:
     }
     line = lines[counter] if by_epochs else "find the end of a window by ckpt.cursor.micro"
     return (
-        f"{counter} counts the batches of epoch {cursor.epoch} from 0 again, and {cursor.batches} "
-        f"were trained. If more than a printed number depends on it, {line}"
+        f"{counter} counts the batches of epoch {cursor.epoch} from the first again, and "
+        f"{cursor.batches} were trained. If more than a printed number depends on it, {line}"
     )
+
+
+class CountedWindows:
+    """Compares the first windows after a resume inside a window, in a loop that counts from 0.
+
+    Attributes:
+        is_over: All are compared.
+    """
+
+    def __init__(self, step: int, report: Report) -> None:
+        """`step`: optimizer steps so far; `report`: takes a fault."""
+        self.is_over = False
+        self._step, self._report = step, report
+        self._sizes: list[int] = []  # in micro-batches
+
+    def reach_boundary(self, step: int, window: int | None) -> None:
+        """Note the steps by now, and the micro-batches of the last window."""
+        if step == self._step or window is None:
+            return
+        self._step = step
+        self._sizes.append(window)
+        self.is_over = len(self._sizes) == _WINDOWS
+        if self.is_over and self._sizes[0] > self._sizes[1] == self._sizes[2]:
+            reason = (
+                f"the first window after the resume had {self._sizes[0]} micro-batches, and those "
+                f"after it have {self._sizes[1]}: the loop counts anew, so it stepped the "
+                "optimizer at another place. End a window by ckpt.cursor.micro"
+            )
+            self._report(Restored("windows", How.NOT_KEPT, reason))
 
 
 def _reads(source: Any, iterator: Any) -> bool:
