@@ -23,7 +23,7 @@ from trainckpt.dumping.lean_dump import LeanDump
 from trainckpt.format.exactness import Restored
 from trainckpt.gc_pause import gc_paused
 from trainckpt.inspect.load import put
-from trainckpt.ranks.store import connect
+from trainckpt.ranks.store import RANKS_TIMEOUT_S, connect
 from trainckpt.ranks.world import agree_on_name
 from trainckpt.replicate import uploads
 from trainckpt.replicate.replicator import set_up, set_up_local
@@ -43,7 +43,6 @@ from trainckpt.resume.report import (
 from trainckpt.resume.resume import ResumePoint, begin, record_parent, record_refusal, still_alive
 from trainckpt.run_directory.tier_config import WHERE, TierConfig, where
 from trainckpt.run_directory.tier_set import TierSet
-from trainckpt.run_directory.validate import RANKS_TIMEOUT_S
 from trainckpt.save import encryption
 from trainckpt.save.arenas import Arenas
 from trainckpt.save.committer import ManifestDefaults

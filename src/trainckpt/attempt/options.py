@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.duration import parse_duration
 from trainckpt.format.globs import parse_globs
-from trainckpt.snapshot.redundancy import RedundancySpec, parse_wish
+from trainckpt.snapshot.redundancy import RedundancySpec, parse_redundancy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -342,7 +342,7 @@ TABLE: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
     "accept_older": (False, _yes_or_no, "true or false"),
     "redundancy": (
         "none",
-        lambda value: value if isinstance(value, RedundancySpec) else parse_wish(str(value)),
+        lambda value: value if isinstance(value, RedundancySpec) else parse_redundancy(str(value)),
         '"none", "partner", or a code such as "xor:8" or "rs:8+2", with at most 3 parities',
     ),
     "failure_domain": (None, _text_or_none, 'a name such as "rack 7", or "none"'),

@@ -107,7 +107,7 @@ class ExportPlan:
     notes: tuple[str, ...] = ()
 
 
-def plan_export(contents: Contents, wish: ExportSpec) -> ExportPlan:
+def plan_export(contents: Contents, spec: ExportSpec) -> ExportPlan:
     """Decide the contents of an export.
 
     Raises:
@@ -116,28 +116,28 @@ def plan_export(contents: Contents, wish: ExportSpec) -> ExportPlan:
     """
     values = contents.values()
     models = models_in(values)
-    names = _all_names(contents, values, models, wish)
-    chosen = select(wish.globs, names, models) if wish.globs else set(names)
+    names = _all_names(contents, values, models, spec)
+    chosen = select(spec.globs, names, models) if spec.globs else set(names)
     owners = sorted({name.partition("/")[0] for name in chosen})
-    if not wish.everything and len(owners) != 1:
+    if not spec.everything and len(owners) != 1:
         count = f"{len(owners)} models: {', '.join(owners)}" if owners else "no model's tensors"
         raise ConfigurationError(
             f"{contents.source} holds {count}",
             hint="choose one of them with --tensors 'NAME/*', or take everything with --all",
         )
-    prefix = "" if wish.everything else f"{owners[0]}/"
+    prefix = "" if spec.everything else f"{owners[0]}/"
     first: dict[str, str] = {}
     tied: dict[str, str] = {}
     items = []
     for name in sorted(chosen, key=lambda name: (names[name] != name, name)):
         short = name.removeprefix(prefix)
         kept = first.setdefault(names[name], short)
-        if kept != short and not wish.copies:
+        if kept != short and not spec.copies:
             tied[short] = kept
         else:
-            items += _items(contents, short, names[name], wish)
+            items += _items(contents, short, names[name], spec)
     items.sort(key=lambda item: item.name)
-    return ExportPlan(tuple(items), tied, tuple(_notes(contents, values, items, owners, wish)))
+    return ExportPlan(tuple(items), tied, tuple(_notes(contents, values, items, owners, spec)))
 
 
 def split(items: Sequence[ExportItem], most_bytes: int) -> list[list[ExportItem]]:
@@ -155,11 +155,11 @@ def split(items: Sequence[ExportItem], most_bytes: int) -> list[list[ExportItem]
 
 
 def _all_names(
-    contents: Contents, values: Mapping[str, Any], models: Sequence[str], wish: ExportSpec
+    contents: Contents, values: Mapping[str, Any], models: Sequence[str], spec: ExportSpec
 ) -> dict[str, str]:
     """Return full name for the export -> tensor of the snapshot."""
     names = with_tied(contents.names, values)
-    if wish.everything:
+    if spec.everything:
         return names
     transient = {
         f"{model}/{path}" for model in models for path in values[model].get("transient", ())
@@ -171,22 +171,22 @@ def _all_names(
     }
 
 
-def _items(contents: Contents, name: str, source: str, wish: ExportSpec) -> list[ExportItem]:
+def _items(contents: Contents, name: str, source: str, spec: ExportSpec) -> list[ExportItem]:
     """Return one item; with everything, one for each rank with its own: `name`, `name@rank1`,
     ..."""
     entry = contents.manifest.tensors[source]
-    owners = contents.owners(source) if wish.everything else {}
+    owners = contents.owners(source) if spec.everything else {}
     found = []
     for rank, held in (owners or {0: entry.shape}).items():
         dtype, shape, kind = entry.dtype, held, ""
         if dtype == "U8":
             dtype, shape, kind = _true_type(contents, source, rank, held)
-        if kind and not wish.everything:
+        if kind and not spec.everything:
             raise ConfigurationError(
                 f"{source} is {kind}, a type that safetensors does not have",
                 hint="leave it out with --tensors, or take its bytes with --all",
             )
-        dtype = wish.dtype if wish.dtype and dtype in FLOATS else dtype
+        dtype = spec.dtype if spec.dtype and dtype in FLOATS else dtype
         short = f"{name}@rank{rank}" if rank else name
         found.append(
             ExportItem(name=short, source=source, rank=rank, dtype=dtype, shape=shape, kind=kind)
@@ -214,17 +214,17 @@ def _notes(
     values: Mapping[str, Any],
     items: Sequence[ExportItem],
     owners: Sequence[str],
-    wish: ExportSpec,
+    spec: ExportSpec,
 ) -> list[str]:
     found = []
     own = [i.name for i in items if contents.manifest.tensors[i.source].layout is None]
     world = contents.manifest.world
-    if own and world > 1 and not wish.everything:
+    if own and world > 1 and not spec.everything:
         found.append(f"each of {world} ranks has its own, here is rank 0's: {_few(own)}")
     bare = [f"{item.name} ({item.kind})" for item in items if item.kind]
     if bare:
         found.append(f"as bytes, since safetensors has no such type: {_few(bare)}")
-    for model in owners if not wish.everything else ():
+    for model in owners if not spec.everything else ():
         tree = values[model]
         if "transient" not in tree:
             found.append("an older snapshot: buffers that are not persistent are in it too")

@@ -271,12 +271,12 @@ class _Waiting:
     """The wait for the ranks to pause."""
 
     order: DumpRequest
-    wish: DumpReason
+    dump_reason: DumpReason
     record: AttemptRecord
     since_s: float  # on the monotonic clock
 
     def left_s(self) -> float:
-        left_s = self.wish.seconds_left
+        left_s = self.dump_reason.seconds_left
         return math.inf if left_s is None else left_s - (time.monotonic() - self.since_s)
 
 
@@ -322,13 +322,13 @@ class Dumper:
             answer(tier, request, DumpAnswer(DUMP, f"it was dumped as {self.taken}"))
         return True
 
-    def notice(self, wish: DumpReason, ranks: Sequence[RankStatus]) -> bool:
+    def notice(self, dump_reason: DumpReason, ranks: Sequence[RankStatus]) -> bool:
         """Choose because of a signal to the supervisor; return True if the tree was dumped.
 
         The tree is measured only after the facts known without that allow a dump: the ranks' time
         is short.
         """
-        if ranks and wish.seconds_left is None:
+        if ranks and dump_reason.seconds_left is None:
             return False  # there is time for a boundary
         try:
             self._find(ranks)
@@ -337,14 +337,14 @@ class Dumper:
             record = attempt_history.read_attempts(self._tier).get(self._attempt)
             if record is None:
                 return False
-            choice = choose(self._facts(wish, record, ranks))
+            choice = choose(self._facts(dump_reason, record, ranks))
         except TrainckptError as error:
-            self._say(f"{wish.reason}: no dump: {error.message}")
+            self._say(f"{dump_reason.reason}: no dump: {error.message}")
             return False
         if choice.what != DUMP:
-            self._say(f"{wish.reason}: {choice.what}: {choice.why}")
+            self._say(f"{dump_reason.reason}: {choice.what}: {choice.why}")
             return False
-        return self._answer(wish, ranks, lambda _: None)
+        return self._answer(dump_reason, ranks, lambda _: None)
 
     def _find(self, ranks: Sequence[RankStatus]) -> None:
         """Find the attempt, once it is known."""
@@ -356,37 +356,43 @@ class Dumper:
             self._tier, self._attempt = run_url.open_other_place(told.run), told.attempt or 0
 
     def _answer(
-        self, wish: DumpReason, ranks: Sequence[RankStatus], answer: Callable[[DumpAnswer], object]
+        self,
+        dump_reason: DumpReason,
+        ranks: Sequence[RankStatus],
+        answer: Callable[[DumpAnswer], object],
     ) -> bool:
         """Answer a request; after any failure the ranks stop by themselves."""
         try:
-            return self._choose(wish, ranks, answer)
+            return self._choose(dump_reason, ranks, answer)
         except (TrainckptError, OSError, ValueError) as error:
             if self.taken is not None:  # committed, whatever came after
                 return True
             error_text = getattr(error, "message", None) or str(error)
-            self._say(f"{wish.reason}: no dump: {error_text}")
+            self._say(f"{dump_reason.reason}: no dump: {error_text}")
             with contextlib.suppress(TrainckptError, OSError):
                 answer(DumpAnswer(NOTHING, "it could not be looked at", error_text))
             return False
 
     def _choose(
-        self, wish: DumpReason, ranks: Sequence[RankStatus], answer: Callable[[DumpAnswer], object]
+        self,
+        dump_reason: DumpReason,
+        ranks: Sequence[RankStatus],
+        answer: Callable[[DumpAnswer], object],
     ) -> bool:
         start = time.monotonic()
         assert self._tier is not None
         record = attempt_history.read_attempts(self._tier)[self._attempt]
         with CudaDriver() as driver:  # asked only where there is a GPU
-            choice = choose(self._measured(self._facts(wish, record, ranks), driver))
+            choice = choose(self._measured(self._facts(dump_reason, record, ranks), driver))
             if choice.what == BOTH:
                 order = DumpRequest(secrets.token_hex(8), os.getpid())
                 handshake.give(self._launch.folder, order)
-                self._waiting = _Waiting(order, wish, record, start)
+                self._waiting = _Waiting(order, dump_reason, record, start)
             answer(DumpAnswer(choice.what, choice.why))
-            self._say(f"{wish.reason}: {choice.what}: {choice.why}")
+            self._say(f"{dump_reason.reason}: {choice.what}: {choice.why}")
             if choice.what != DUMP:
                 return False
-            failure = self._try(wish.reason, record)
+            failure = self._try(dump_reason.reason, record)
             if failure:
                 answer(DumpAnswer(NOTHING, choice.why, failure))
                 return False
@@ -432,7 +438,7 @@ class Dumper:
             with CudaDriver() as driver:
                 reason = self._why_not_gpus(pids, None if left_s == math.inf else left_s, driver)
                 reason = reason or is_too_late(self._dump_s(pids), left_s)
-                return reason or self._try(waiting.wish.reason, waiting.record, resting)
+                return reason or self._try(waiting.dump_reason.reason, waiting.record, resting)
         except (TrainckptError, OSError, ValueError) as error:
             if self.taken is not None:  # committed, whatever came after
                 return ""
@@ -459,7 +465,7 @@ class Dumper:
         return dump.estimate_s(num_bytes, encrypts=bool(self._recipients))
 
     def _facts(
-        self, wish: DumpReason, record: AttemptRecord, ranks: Sequence[RankStatus]
+        self, dump_reason: DumpReason, record: AttemptRecord, ranks: Sequence[RankStatus]
     ) -> DumpFacts:
         """Return the facts known at once, without the size of the processes."""
         paces = read_paces(self._launch.folder)
@@ -468,11 +474,11 @@ class Dumper:
         hosts = record.facts.get("hosts")
         return DumpFacts(
             instrumented=any(status.attempt is not None for status in ranks),
-            asked=wish.asked,
-            seconds_left=wish.seconds_left,
+            asked=dump_reason.asked,
+            seconds_left=dump_reason.seconds_left,
             boundary_s=max(known_seconds, default=None),
             hosts=len(set(map(str, hosts))) if isinstance(hosts, list) else 1,
-            host_returns=wish.host_returns,
+            host_returns=dump_reason.host_returns,
             why_no_dump=self._why_not(record),
         )
 

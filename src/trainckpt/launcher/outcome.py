@@ -104,69 +104,69 @@ class _Failure:
         return self.at < at or (math.isinf(self.at) and not self.may_be_consequence)
 
 
-def judge(course: LaunchHistory) -> Outcome:
+def judge(history: LaunchHistory) -> Outcome:
     """Return the outcome of a launch."""
-    if course.cause == SECOND_INTERRUPT:
+    if history.cause == SECOND_INTERRUPT:
         return Outcome(INTERRUPTED, KILLED, "a second interrupt", on_purpose=True)
-    if course.cause == START_UP:
-        return Outcome(course.start_again, NOTICE, course.why, on_purpose=True)
-    if course.cause == DUMPED:
-        code, dump = course.start_again, course.dump
-        return Outcome(code, STOPPED, course.why, on_purpose=True, dump=dump)
-    failures = _failures(course)
-    stop = _stop(course, failures) or _stop_within(course)
+    if history.cause == START_UP:
+        return Outcome(history.start_again, NOTICE, history.why, on_purpose=True)
+    if history.cause == DUMPED:
+        code, dump = history.start_again, history.dump
+        return Outcome(code, STOPPED, history.why, on_purpose=True, dump=dump)
+    failures = _failures(history)
+    stop = _stop(history, failures) or _stop_within(history)
     if stop is not None:
         return stop
-    if course.cause == DEADLINE:
-        return Outcome(NoAgreement.exit_code, KILLED, course.why, on_purpose=True)
-    if course.code == 0:
+    if history.cause == DEADLINE:
+        return Outcome(NoAgreement.exit_code, KILLED, history.why, on_purpose=True)
+    if history.code == 0:
         return Outcome(0, FINISHED, "finished")
-    if (signalled := _script_signalled(course, failures)) is not None:
+    if (signalled := _script_signalled(history, failures)) is not None:
         return signalled
     if failures:
-        return _from_first(failures, course)
-    if course.cause == OTHERS_LOST:
-        return Outcome(course.code, KILLED, course.why)
-    is_killed = course.code > 128
-    ending = f"died of {_name(128 - course.code)}" if is_killed else f"ended with {course.code}"
-    return Outcome(course.code, KILLED if is_killed else FAILED, f"the command {ending}")
+        return _from_first(failures, history)
+    if history.cause == OTHERS_LOST:
+        return Outcome(history.code, KILLED, history.why)
+    is_killed = history.code > 128
+    ending = f"died of {_name(128 - history.code)}" if is_killed else f"ended with {history.code}"
+    return Outcome(history.code, KILLED if is_killed else FAILED, f"the command {ending}")
 
 
-def _stop(course: LaunchHistory, failures: Sequence[_Failure]) -> Outcome | None:
+def _stop(history: LaunchHistory, failures: Sequence[_Failure]) -> Outcome | None:
     """Return the stop, unless it was the consequence of a failure."""
-    stops = [(s, stopped_at) for s, stopped_at in course.told if s.how == STOPPED and s.exit_code]
+    stops = [(s, stopped_at) for s, stopped_at in history.told if s.how == STOPPED and s.exit_code]
     if not stops:
         return None
     first_stop = min(stopped_at for _, stopped_at in stops)
-    if not course.signalled and any(failure.is_before(first_stop) for failure in failures):
+    if not history.signalled and any(failure.is_before(first_stop) for failure in failures):
         return None
     status = min((status for status, _ in stops), key=lambda t: t.rank)
     assert status.exit_code is not None
     return Outcome(status.exit_code, STOPPED, "stopped", on_purpose=True)
 
 
-def _script_signalled(course: LaunchHistory, failures: Sequence[_Failure]) -> Outcome | None:
+def _script_signalled(history: LaunchHistory, failures: Sequence[_Failure]) -> Outcome | None:
     """Return the end of a script killed by a signal between two runs, or after its last one.
 
     Started again it goes on there: what is finished is not trained again.
     """
-    if not course.to_script:
+    if not history.to_script:
         return None
     # torchrun turns the first into the second
-    codes = (-signal.Signals[course.to_script], -signal.SIGTERM)
-    if 128 - course.code not in codes or any(failure.code not in codes for failure in failures):
+    codes = (-signal.Signals[history.to_script], -signal.SIGTERM)
+    if 128 - history.code not in codes or any(failure.code not in codes for failure in failures):
         return None
-    reason = f"the script died of {course.to_script} after its run was over"
-    return Outcome(course.start_again, NOTICE, reason, on_purpose=True)
+    reason = f"the script died of {history.to_script} after its run was over"
+    return Outcome(history.start_again, NOTICE, reason, on_purpose=True)
 
 
-def _stop_within(course: LaunchHistory) -> Outcome | None:
+def _stop_within(history: LaunchHistory) -> Outcome | None:
     """Return the end of the last nested supervisor, if the caller has to know of it.
 
     A script may answer for a stop that was not reported here.
     """
-    ended = [status for status in course.within if status.exit_code is not None]
-    if not ended or not (course.signalled or course.code != 0):
+    ended = [status for status in history.within if status.exit_code is not None]
+    if not ended or not (history.signalled or history.code != 0):
         return None
     last = ended[-1]
     if not last.exit_code or not (last.on_purpose or last.how == REFUSED):
@@ -174,20 +174,20 @@ def _stop_within(course: LaunchHistory) -> Outcome | None:
     return Outcome(last.exit_code, last.how, last.why, on_purpose=True, within=True)
 
 
-def _failures(course: LaunchHistory) -> list[_Failure]:
+def _failures(history: LaunchHistory) -> list[_Failure]:
     """Return all failures of this launch, in order."""
-    by_pid = {status.pid: status for status, _ in course.told}
+    by_pid = {status.pid: status for status, _ in history.told}
     failures = [
         _Failure(told_at, status.exit_code, status.how, f"rank {status.rank}", has_said_so=True)
-        for status, told_at in course.told
+        for status, told_at in history.told
         if status.how in (FAILED, REFUSED) and status.exit_code
     ]
-    for end in course.ends:
+    for end in history.ends:
         status = by_pid.get(end.pid)
         has_said = status and status.how in (STOPPED, FAILED, REFUSED) and status.exit_code
-        if end.code != 0 and not has_said and end.at <= course.ended_at:
+        if end.code != 0 and not has_said and end.at <= history.ended_at:
             rank = status.rank if status else end.rank
-            unknown = "the script" if end.pid == course.script else f"process {end.pid}"
+            unknown = "the script" if end.pid == history.script else f"process {end.pid}"
             subject = unknown if rank is None else f"rank {rank}"
             how = FAILED if end.code > 0 else KILLED
             failures.append(
@@ -196,20 +196,20 @@ def _failures(course: LaunchHistory) -> list[_Failure]:
     return sorted(failures, key=lambda failure: failure.at)
 
 
-def _from_first(failures: Sequence[_Failure], course: LaunchHistory) -> Outcome:
+def _from_first(failures: Sequence[_Failure], history: LaunchHistory) -> Outcome:
     close = [f for f in failures if f.is_before(failures[0].at + TOGETHER_S)]
     first = next((f for f in close if not f.may_be_consequence), failures[0])
-    if first.code in NOTICES and course.ours and not first.has_said_so:
+    if first.code in NOTICES and history.ours and not first.has_said_so:
         reason = f"{first.who} got {_name(first.code)} before it listened"
-        return Outcome(course.start_again, NOTICE, reason, on_purpose=True)
-    if first.code == NoAgreement.exit_code and first.how == FAILED and course.ours:
-        said = any(s.how == FAILED and s.exit_code == first.code for s, _ in course.told)
+        return Outcome(history.start_again, NOTICE, reason, on_purpose=True)
+    if first.code == NoAgreement.exit_code and first.how == FAILED and history.ours:
+        said = any(s.how == FAILED and s.exit_code == first.code for s, _ in history.told)
         if not said:  # the watcher ended it: a stop that failed
             reason = f"{first.who} exited with 71: ranks did not agree on the stop in time"
             return Outcome(first.code, KILLED, reason, on_purpose=True)
     event = f"died of {_name(first.code)}" if first.code < 0 else f"ended with {first.code}"
     event = "was refused" if first.how == REFUSED else event
-    lost = "; the other ranks waited for it in vain" if course.cause == OTHERS_LOST else ""
+    lost = "; the other ranks waited for it in vain" if history.cause == OTHERS_LOST else ""
     return Outcome(first.exit_code, first.how, f"{first.who} {event}{lost}")
 
 

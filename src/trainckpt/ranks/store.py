@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     Result = TypeVar("Result")
 
 DAY_S = 86400.0
+RANKS_TIMEOUT_S = 600.0  # to wait for an answer of all ranks, unless a deadline is nearer
 _ARRIVED, _ALL_HERE, _FOLDED = "arrived", "all here", "folded"
 WAITED = "see in their logs where the other ranks are: one of them hangs, or has ended"
 Store = Any  # torch.distributed.Store, not exported to type checkers

@@ -1,1 +1,1 @@
-"""Copies of an attempt's snapshots in its slower tiers, made beside training."""
+"""Copies of committed snapshots, made beside training: on other hosts, and in slower tiers."""

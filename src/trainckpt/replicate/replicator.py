@@ -33,7 +33,7 @@ from trainckpt.format.digest_check import is_file
 from trainckpt.format.names import sealed_file_name, shard_file_name
 from trainckpt.format.parity_file import HEAD_BYTES, ParityHead
 from trainckpt.ranks.exchange import Exchange
-from trainckpt.run_directory.validate import RANKS_TIMEOUT_S
+from trainckpt.ranks.store import RANKS_TIMEOUT_S
 from trainckpt.snapshot import parity
 from trainckpt.snapshot.redundancy import NOTHING, PARITY, RedundancySpec, make_plan
 from trainckpt.snapshot.replicate import copy_files, make_parities

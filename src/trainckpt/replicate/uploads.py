@@ -211,20 +211,20 @@ class Uploads:
 
     def start(self) -> None:
         """Start every uploader at the beginning of the attempt."""
-        for flusher in self.uploaders:
-            flusher.start()
+        for uploader in self.uploaders:
+            uploader.start()
 
     def on_commit(self, event: Committed) -> None:
         """Queue a snapshot committed in the run directory, as `TierUploader.offer`."""
         if self._durable == LOCAL:
             event.handle.reach(DURABLE)
         faults = []
-        for flusher in self.uploaders:
+        for uploader in self.uploaders:
             try:
-                flusher.offer(event.manifest, event.handle, event.num_bytes)
+                uploader.offer(event.manifest, event.handle, event.num_bytes)
             except Exception as error:  # noqa: BLE001 - the other tiers get their copies
                 faults.append(error)
-                if flusher.tier.name == self._durable:
+                if uploader.tier.name == self._durable:
                     why = SaveFailed(f"not copied to {self._durable}: {error or repr(error)}")
                     event.handle.fail_durable(why, for_good=True)
         if faults:
@@ -233,16 +233,16 @@ class Uploads:
     @property
     def busy(self) -> list[str]:
         """Full names of snapshots that are being copied."""
-        return [name for flusher in self.uploaders if (name := flusher.busy) is not None]
+        return [name for uploader in self.uploaders if (name := uploader.busy) is not None]
 
     def tiers_with(self, snapshot: str | None) -> list[str]:
         """Return the names of tiers that hold the final snapshot of an attempt."""
-        slower = [f.tier.name for f in self.uploaders if f.newest == snapshot]
+        slower = [u.tier.name for u in self.uploaders if u.newest == snapshot]
         return [LOCAL, *slower] if snapshot is not None else []
 
     def predicted(self) -> list[tuple[str, float | None]]:
         """Return each slower tier's name, and the predicted seconds for the newest snapshot."""
-        return [(f.tier.name, f.copy_s()) for f in self.uploaders]
+        return [(uploader.tier.name, uploader.copy_s()) for uploader in self.uploaders]
 
     def limit_s(self, reason: str, left_s: float | None, *, on_this_host: bool) -> float:
         """Return the seconds that `drain` may take at a stop for this reason.
@@ -267,10 +267,10 @@ class Uploads:
 
     def drain(self, drain: UploadDeadline) -> None:
         """Upload waiting snapshots at the end, within the deadline. Every rank; the last call."""
-        for flusher in self.uploaders:
-            flusher.drain(drain)
+        for uploader in self.uploaders:
+            uploader.drain(drain)
 
     def abandon(self) -> None:
         """Abandon all uploads: the process ends."""
-        for flusher in self.uploaders:
-            flusher.stop()
+        for uploader in self.uploaders:
+            uploader.stop()

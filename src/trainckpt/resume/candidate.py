@@ -30,8 +30,8 @@ from trainckpt.errors import (
     TrainckptError,
     UnusableSnapshot,
 )
+from trainckpt.ranks.store import RANKS_TIMEOUT_S
 from trainckpt.resume.host_cache import fetch_together
-from trainckpt.run_directory.validate import RANKS_TIMEOUT_S
 from trainckpt.snapshot import catalog
 from trainckpt.snapshot.decrypting_tier import DecryptingTier, KeyRing
 from trainckpt.snapshot.restore import Reader

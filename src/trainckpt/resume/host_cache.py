@@ -23,7 +23,7 @@ from trainckpt.attempt.log import logger
 from trainckpt.attempt.memory_budget import has_room, training_bytes
 from trainckpt.errors import NoAgreement, TrainckptError
 from trainckpt.ranks import exchange
-from trainckpt.run_directory.validate import RANKS_TIMEOUT_S
+from trainckpt.ranks.store import RANKS_TIMEOUT_S
 from trainckpt.snapshot.fetch import fetch, held_bytes, is_shared, is_there, room_for
 from trainckpt.storage.local import LocalTier
 

@@ -13,8 +13,8 @@ from trainckpt.attempt.error_json import gather_or_raise
 from trainckpt.errors import ConfigurationError
 from trainckpt.inspect.contents import Contents, models_in
 from trainckpt.inspect.load import SelectiveLoad, read_into
+from trainckpt.ranks.store import RANKS_TIMEOUT_S
 from trainckpt.run_directory.run_tiers import open_source
-from trainckpt.run_directory.validate import RANKS_TIMEOUT_S
 
 if TYPE_CHECKING:
     from trainckpt.ranks.store import RankStore

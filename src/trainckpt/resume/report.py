@@ -20,7 +20,7 @@ from trainckpt.data.untracked import on_workers_started
 from trainckpt.errors import NoAgreement
 from trainckpt.format.exactness import INEXACT, Exactness, How, Restored, decide
 from trainckpt.inspect.contents import models_in
-from trainckpt.run_directory.validate import RANKS_TIMEOUT_S
+from trainckpt.ranks.store import RANKS_TIMEOUT_S
 from trainckpt.state import apply, attributes, plain_tensors
 from trainckpt.state.capture import LOADERS
 

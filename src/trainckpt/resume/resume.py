@@ -37,13 +37,13 @@ from trainckpt.errors import (
 )
 from trainckpt.format.attempt_record import FAILED, AttemptRecord
 from trainckpt.format.names import SnapshotName
+from trainckpt.ranks.store import RANKS_TIMEOUT_S
 from trainckpt.resume import candidate_order as choices
 from trainckpt.resume import crash_marker
 from trainckpt.resume.candidate import read_candidate
 from trainckpt.resume.scavenge import scavenge
 from trainckpt.run_directory.tier_set import TierSet, catch_up
 from trainckpt.run_directory.validate import (
-    RANKS_TIMEOUT_S,
     RankLocation,
     attach,
     must_be_the_same,

@@ -32,7 +32,8 @@ from trainckpt.format import names, parity_file
 from trainckpt.format.digest_check import is_file
 from trainckpt.format.names import SnapshotName
 from trainckpt.ranks.exchange import Exchange
-from trainckpt.run_directory.validate import RANKS_TIMEOUT_S, RankLocation, leaders
+from trainckpt.ranks.store import RANKS_TIMEOUT_S
+from trainckpt.run_directory.validate import RankLocation, leaders
 from trainckpt.snapshot import attempt_history as attempt_records
 from trainckpt.snapshot import catalog
 from trainckpt.snapshot.commit import commit

@@ -31,6 +31,7 @@ from trainckpt.attempt.launch import COMMAND_VARIABLE
 from trainckpt.attempt.log import logger
 from trainckpt.errors import ConfigurationError, NothingToResume, TierUnavailable, TrainckptError
 from trainckpt.preemption import slurm
+from trainckpt.ranks.store import RANKS_TIMEOUT_S
 from trainckpt.snapshot import attempt_history as attempt_records
 from trainckpt.storage import fs_probe
 from trainckpt.storage.local import LocalTier
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from trainckpt.storage.object_store import ObjectStoreTier
 
 
-RANKS_TIMEOUT_S = 600.0
 PROBE = "probe"
 LOOK_AGAIN_S = 0.05
 # How long a host may see an outdated folder: a network file system caches names, and

@@ -28,7 +28,7 @@ from trainckpt.attempt.log import logger
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.digest import compact
 from trainckpt.format.exactness import How, Restored
-from trainckpt.run_directory.validate import RANKS_TIMEOUT_S
+from trainckpt.ranks.store import RANKS_TIMEOUT_S
 from trainckpt.state.adapters.optimizer import cannot_be_added, inner_optimizers
 from trainckpt.state.capture import must_be_storable
 from trainckpt.state.state_size import weigh

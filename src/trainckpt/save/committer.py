@@ -23,6 +23,7 @@ from trainckpt.format import names
 from trainckpt.format.digest import digest
 from trainckpt.format.json_io import canonical
 from trainckpt.format.manifest import FileEntry
+from trainckpt.ranks.store import RANKS_TIMEOUT_S
 from trainckpt.snapshot import catalog, prune
 from trainckpt.snapshot.attempt_history import newest, read_attempts
 from trainckpt.snapshot.commit import (
@@ -147,7 +148,6 @@ def _hint(error: Exception, place: str) -> str:
 # ---- the committer
 
 
-RANKS_TIMEOUT_S = 600.0
 KEEP_TABLES = 4  # saves: a window's gradients come and go, and with them two tables take turns
 TIDY_WITHIN_S = 5.0  # a stop waits so long for old snapshots to be pruned
 

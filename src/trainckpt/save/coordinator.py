@@ -30,16 +30,11 @@ from trainckpt.format.manifest import Manifest
 from trainckpt.format.names import VERSION, SnapshotName
 from trainckpt.preemption.signals import raised_by_handler
 from trainckpt.ranks import threads
-from trainckpt.ranks.store import collective_timeout_s
+from trainckpt.ranks.store import RANKS_TIMEOUT_S, collective_timeout_s
 from trainckpt.replicate.uploads import Uploads
 from trainckpt.save.arenas import SPARE_BYTES, ArenaUnavailable
 from trainckpt.save.checks import StaleModelCheck, TrackedNamesCheck
-from trainckpt.save.committer import (
-    RANKS_TIMEOUT_S,
-    ManifestDefaults,
-    SnapshotCommitter,
-    groups_key,
-)
+from trainckpt.save.committer import ManifestDefaults, SnapshotCommitter, groups_key
 from trainckpt.save.copying import StateCopier
 from trainckpt.save.deduplication import IncrementalIndex, ReplicaCheck, SavePlanCache, verdict
 from trainckpt.save.replication_control import ReplicationControl

@@ -21,7 +21,7 @@ from trainckpt.errors import ConfigurationError
 from trainckpt.format import json_io
 from trainckpt.format.manifest import Wrapped, from_text, to_text
 from trainckpt.format.names import reached_file
-from trainckpt.run_directory.validate import RANKS_TIMEOUT_S
+from trainckpt.ranks.store import RANKS_TIMEOUT_S
 from trainckpt.snapshot.encrypted_writer import SnapshotKey
 
 if TYPE_CHECKING:

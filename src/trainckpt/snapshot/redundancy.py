@@ -52,7 +52,7 @@ class RedundancySpec:
     text: str = NOTHING
 
 
-def parse_wish(text: str) -> RedundancySpec:
+def parse_redundancy(text: str) -> RedundancySpec:
     """Parse the option `redundancy`.
 
     Raises:
@@ -125,29 +125,29 @@ class RedundancyPlan:
         return [owner for owner, partner in enumerate(self.partners) if partner == rank]
 
 
-def make_plan(wish: RedundancySpec, domains: Sequence[str]) -> RedundancyPlan:
+def make_plan(spec: RedundancySpec, domains: Sequence[str]) -> RedundancyPlan:
     """Assign partners or sets.
 
     Args:
-        wish: The requested redundancy.
+        spec: The requested redundancy.
         domains: The failure domain of each rank.
     """
-    if wish.kind == NOTHING:
+    if spec.kind == NOTHING:
         return RedundancyPlan()
     num_domains = len(set(domains))
     if num_domains < 2:
         where = domains[0] if domains else "none"
-        needs = f"redundancy={wish.text!r} needs ranks on two hosts or more"
+        needs = f"redundancy={spec.text!r} needs ranks on two hosts or more"
         return RedundancyPlan(warnings=(f"{needs}, all are on {where}: no copies are made",))
-    if wish.kind == PARTNER:
+    if spec.kind == PARTNER:
         return RedundancyPlan(_partners(domains), num_losses=1)
-    num_parity = min(wish.num_parity, num_domains - 1)
-    num_members = max(min(wish.num_members, num_domains), num_parity + 1)
+    num_parity = min(spec.num_parity, num_domains - 1)
+    num_members = max(min(spec.num_members, num_domains), num_parity + 1)
     found = []
-    if num_parity < wish.num_parity:
+    if num_parity < spec.num_parity:
         found.append(
-            f"redundancy={wish.text!r}: {num_domains} hosts survive the loss of {num_parity}, "
-            f"not of {wish.num_parity}"
+            f"redundancy={spec.text!r}: {num_domains} hosts survive the loss of {num_parity}, "
+            f"not of {spec.num_parity}"
         )
     sets = _sets(domains, num_members, num_parity)
     return RedundancyPlan((), sets, num_parity, tuple(found))

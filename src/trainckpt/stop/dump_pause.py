@@ -35,6 +35,7 @@ from trainckpt.attempt.script_hooks import HookFailed
 from trainckpt.dumping import handshake
 from trainckpt.dumping.handshake import RankQuiesced
 from trainckpt.errors import NoAgreement, UnusableSnapshot
+from trainckpt.ranks.store import RANKS_TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from trainckpt.stop.listener import NoticeListener
 
 
-REQUESTED_WITHIN_S, RANKS_TIMEOUT_S = 60.0, 600.0
+REQUESTED_WITHIN_S = 60.0
 LOOK_EVERY_S = 0.02
 
 

@@ -32,6 +32,7 @@ from trainckpt.attempt.save_handle import SaveHandle
 from trainckpt.errors import NoAgreement, SaveFailed
 from trainckpt.notice import OF_MACHINE
 from trainckpt.preemption import kubernetes
+from trainckpt.ranks.store import RANKS_TIMEOUT_S
 from trainckpt.replicate.uploads import CAUTION, UNLIMITED_S, UploadDeadline
 from trainckpt.save.requests import merged, tags_of
 from trainckpt.state.staging import TensorsChanged
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from trainckpt.stop.deadline import Deadline
 
 AWAY = "the machine is taken away"
-SLURM_VARIABLE = "SLURM_JOB_ID"
+SLURM_JOB_VARIABLE = "SLURM_JOB_ID"
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def takes_machine(reason: str, environment: Mapping[str, str]) -> str:
         return AWAY
     if kubernetes.in_pod(environment):
         return "the pod takes its memory with it"
-    if SLURM_VARIABLE in environment:
+    if SLURM_JOB_VARIABLE in environment:
         return "the job may continue on other nodes"
     return ""
 
@@ -153,7 +154,6 @@ def why_not_save(everyone: Sequence[Mapping[str, Any]]) -> str:
 # ---- the final save
 
 
-RANKS_TIMEOUT_S = 600.0
 LOOK_AGAIN_S = 0.25
 LEAVE_S = 0.2  # of the time left, for the record and the exit
 TIDY_WITHIN_S = 5.0  # pruning must not miss a deadline

@@ -33,7 +33,7 @@ from trainckpt.attempt.rank_status import (
 )
 from trainckpt.attempt.record_log import OtherJob, other_job
 from trainckpt.errors import ConfigurationError
-from trainckpt.notice import Notice
+from trainckpt.notice import Notice, PolledSource
 from trainckpt.preemption import gpu_health, slurm, spot
 from trainckpt.preemption.polling import PollingSource
 from trainckpt.preemption.wall_time import SLURM_VARIABLE, WallTime, process_start_s, wall_time_end
@@ -47,24 +47,10 @@ if TYPE_CHECKING:
     from trainckpt.save.estimates import Timings
 
 
-class _Polled:
-    """A source without a descriptor: the watcher polls it about once a second."""
-
-    def start(self) -> None:
-        """Nothing to set up."""
-
-    def fileno(self) -> int | None:
-        """Return None: there is no descriptor."""
-        return None
-
-    def stop(self) -> None:
-        """Nothing to put back."""
-
-
 REASON = "`trainckpt run`, which started this, is gone"
 
 
-class SupervisorLost(_Polled):
+class SupervisorLost(PolledSource):
     """Notice source for a lost supervisor."""
 
     def __init__(self, folder: Path) -> None:
@@ -75,7 +61,7 @@ class SupervisorLost(_Polled):
         return [Notice(REASON)] if supervisor_died(self._folder) else []
 
 
-class ProgressReporter(_Polled):
+class ProgressReporter(PolledSource):
     """Report this rank's progress to its supervisor at each poll."""
 
     def __init__(self, timings: Timings, rank: int) -> None:

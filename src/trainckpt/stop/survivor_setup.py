@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.log import logger
+from trainckpt.ranks.store import RANKS_TIMEOUT_S
 from trainckpt.replicate.replicator import domains_of
-from trainckpt.run_directory.validate import RANKS_TIMEOUT_S
 from trainckpt.snapshot.redundancy import NOTHING, PARTNER, RedundancySpec, make_plan
 from trainckpt.survivors.failure_detector import FailureDetector
 from trainckpt.survivors.step_history import PartnerStateExchange, StepHistory
@@ -117,8 +117,8 @@ def set_up(
             another died.
         seals: Encryption of the snapshots; None: not encrypted.
     """
-    wish, after_s = options.redundancy, options.survivors.seconds
-    keeps = wish.kind != NOTHING
+    spec, after_s = options.redundancy, options.survivors.seconds
+    keeps = spec.kind != NOTHING
     wanted = not options.survivors.auto or (keeps and options.memory_every.steps != 1)
     if channel.world.size == 1 or after_s is None or not wanted:
         return None

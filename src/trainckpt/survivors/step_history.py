@@ -27,8 +27,7 @@ from trainckpt.errors import NoAgreement
 from trainckpt.format.manifest import TensorEntry
 from trainckpt.ranks import threads
 from trainckpt.ranks.exchange import Exchange
-from trainckpt.ranks.store import DAY_S
-from trainckpt.run_directory.validate import RANKS_TIMEOUT_S
+from trainckpt.ranks.store import DAY_S, RANKS_TIMEOUT_S
 from trainckpt.snapshot.save_plan import equal_groups, plan_save
 from trainckpt.state import replicas, staging
 from trainckpt.state.capture import capture
