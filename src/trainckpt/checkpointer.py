@@ -536,7 +536,8 @@ class Checkpointer:
             if hint:
                 logger.info("hint: %s", hint)
                 if cursor.micro:
-                    self._windows = counted_loops.CountedWindows(cursor.step, self._report)
+                    start = self._position.window_start()
+                    self._windows = counted_loops.CountedWindows(start, self._report)
         names = counted_loops.cycled() if cursor.micro_batches else []
         self._note([Restored(name, How.NOT_KEPT, counted_loops.CYCLED) for name in names])
         return self._phased_restore.before_first_fetch()

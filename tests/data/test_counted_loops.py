@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 
 from tests.end_to_end.training import Crash
 from trainckpt import Checkpointer
-from trainckpt.data.counted_loops import CYCLED, counter_of
+from trainckpt.data.counted_loops import CYCLED, CountedWindows, counter_of
+from trainckpt.format.cursor import Cursor
 
 
 class Batches:
@@ -131,7 +132,7 @@ def by_cursor(number, ckpt):
 
 @pytest.mark.parametrize(
     ("ends_window", "stop", "is_exact"),
-    [(by_number, 6, False), (by_number, 8, True), (by_cursor, 6, True)],
+    [(by_number, 6, False), (by_number, 3, False), (by_number, 8, True), (by_cursor, 6, True)],
 )
 def test_a_window_that_a_count_from_0_makes_longer_is_named(
     tmp_path, caplog, ends_window, stop, is_exact
@@ -140,5 +141,28 @@ def test_a_window_that_a_count_from_0_makes_longer_is_named(
     with pytest.raises(Crash):
         accumulate(tmp_path / "run", ends_window, stop)
     assert (accumulate(tmp_path / "run", ends_window) == straight[stop:]) == is_exact
-    named = "the first window after the resume had 6 micro-batches, and those after it have 4"
+    named = f"the first window after the resume had {4 + stop % 4} micro-batches, more than others"
     assert (named in caplog.text) != is_exact
+
+
+@pytest.mark.parametrize(
+    ("steps", "before", "sizes", "is_named"),
+    [
+        (2, 8, [6, 4], True),
+        (2, 8, [7, 5], True),  # the next one holds what an epoch left over
+        (2, 8, [4, 2], False),
+        (2, 8, [8, 8], False),  # windows grow from here on
+        (0, 0, [6, 4, 4], True),
+        (0, 0, [6, 4, 3], False),
+    ],
+)
+def test_a_first_window_is_too_long_beside_those_before_and_after_it(
+    steps, before, sizes, is_named
+):
+    told = []
+    windows = CountedWindows(Cursor(step=steps, micro_batches=before), told.append)
+    for number, size in enumerate(sizes, steps + 1):
+        windows.reach_boundary(number, size)
+        windows.reach_boundary(number, size)  # an evaluation begins
+    assert windows.is_over
+    assert bool(told) == is_named

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import math
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,6 @@ CYCLED = (
     "itertools.cycle repeats the batches of its first pass, and a resume makes it anew, so other "
     "batches follow. Read the loader by a generator: while True: yield from ckpt.loader(...)"
 )
-_WINDOWS = 3  # compared: the one that the resume began in, and two whole ones
 _COUNTERS = (type(iter(range(0))), itertools.count, enumerate)
 
 
@@ -76,16 +76,21 @@ def hint(iterator: Any, cursor: Cursor, *, by_epochs: bool) -> str:
 
 
 class CountedWindows:
-    """Compares the first windows after a resume inside a window, in a loop that counts from 0.
+    """Compares the first windows after a resume inside a window, in a loop that counts anew.
+
+    The first is too long if it is longer than the next one, and than those before the resume were
+    on average; in a run's first window, if it is longer than the next two, which are equal.
 
     Attributes:
         is_over: All are compared.
     """
 
-    def __init__(self, step: int, report: Report) -> None:
-        """`step`: optimizer steps so far; `report`: takes a fault."""
+    def __init__(self, window_start: Cursor, report: Report) -> None:
+        """`window_start`: of the window that the resume began in; `report`: takes a fault."""
         self.is_over = False
-        self._step, self._report = step, report
+        steps = self._step = window_start.step
+        self._average = math.ceil(window_start.micro_batches / steps) if steps else None
+        self._report = report
         self._sizes: list[int] = []  # in micro-batches
 
     def reach_boundary(self, step: int, window: int | None) -> None:
@@ -94,14 +99,18 @@ class CountedWindows:
             return
         self._step = step
         self._sizes.append(window)
-        self.is_over = len(self._sizes) == _WINDOWS
-        if self.is_over and self._sizes[0] > self._sizes[1] == self._sizes[2]:
-            reason = (
-                f"the first window after the resume had {self._sizes[0]} micro-batches, and those "
-                f"after it have {self._sizes[1]}: the loop counts anew, so it stepped the "
-                "optimizer at another place. End a window by ckpt.cursor.micro"
-            )
-            self._report(Restored("windows", How.NOT_KEPT, reason))
+        first, *later = self._sizes
+        self.is_over = len(later) == (2 if self._average is None else 1)
+        others = later if self._average is None else [*later, self._average]
+        is_usual = self._average is not None or len(set(later)) == 1
+        if not (self.is_over and is_usual and first > max(others)):
+            return
+        reason = (
+            f"the first window after the resume had {first} micro-batches, more than others: the "
+            "loop counts anew, so it stepped the optimizer at another place. End a window by "
+            "ckpt.cursor.micro"
+        )
+        self._report(Restored("windows", How.NOT_KEPT, reason))
 
 
 def _reads(source: Any, iterator: Any) -> bool:
