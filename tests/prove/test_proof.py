@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG_S
 from trainckpt.cli.main import main
 from trainckpt.cli.prove import report
 from trainckpt.prove.compare import Difference
@@ -47,7 +48,7 @@ def trainckpt(tmp_path):
             cwd=tmp_path / "cwd",
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=HANG_S,
             check=False,
         )
 
