@@ -20,7 +20,7 @@ from trainckpt.stop.final_save import (
     tier_options,
     why_not_save,
 )
-from trainckpt.storage import shared_memory
+from trainckpt.storage import arena, shared_memory
 from trainckpt.storage.shared_memory import SharedMemoryDir
 
 DISK = TierOption("local", outlives_machine=False, predicted_s=8.0)
@@ -261,6 +261,7 @@ def test_with_a_short_notice_the_save_stays_in_memory_and_the_next_attempt_goes_
     assert SharedMemoryDir.found(str(tmp_path / "run")) is None
 
 
+@pytest.mark.skipif(not arena.has_memfd(), reason="the system has no memfd")
 def test_memory_of_a_rank_s_own_is_no_place_for_a_last_save(tmp_path, monkeypatch):
     """It ends with the rank."""
     monkeypatch.setattr(shared_memory, "_ROOM_BYTES", 1 << 60)

@@ -10,6 +10,8 @@ from trainckpt.storage import arena
 from trainckpt.storage.arena import Own
 from trainckpt.storage.shared_memory import SharedMemoryDir
 
+pytestmark = pytest.mark.skipif(not arena.has_memfd(), reason="the system has no memfd")
+
 FOLDER, FILE = "snapshots/s1~1.1", "rank00000.safetensors"
 NUM_BYTES = 10_000
 

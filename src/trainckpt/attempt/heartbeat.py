@@ -57,7 +57,9 @@ STOP_WITHIN_S = 2.0
 SUFFIX = ".heartbeat"
 _PRIVATE = 0o600
 # A pipe in place of the file must not block.
-_NO_FOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_NO_FOLLOW = (
+    getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+)
 
 
 class Heartbeat:

@@ -25,7 +25,9 @@ def available_bytes() -> int | None:
 
 def num_cores() -> int:
     """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def copy_threads(num_ranks: int, *, beside_training: bool = False) -> int:

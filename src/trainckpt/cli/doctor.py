@@ -261,7 +261,7 @@ def _check_shared_memory() -> DoctorCheck:
 
 def _check_cores() -> DoctorCheck:
     host_cores = os.cpu_count() or 1
-    usable_cores = len(os.sched_getaffinity(0))
+    usable_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else host_cores
     value = f"{usable_cores} of {host_cores}"
     with contextlib.suppress(OSError, ValueError):
         quota, period = CPU_QUOTA.read_text(encoding="utf-8").split()
@@ -578,7 +578,8 @@ def _measure(path: Path) -> str:
             os.write(descriptor, block)
         os.fsync(descriptor)
         write_end = time.perf_counter()
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.lseek(descriptor, 0, os.SEEK_SET)
         while os.read(descriptor, len(block)):
             pass

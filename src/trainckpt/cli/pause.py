@@ -258,7 +258,7 @@ def _write(tier: LocalTier, attempt: int, target: Path, data: bytes) -> None:
 
 def _hand_over(path: Path, owner: os.stat_result, else_mode: int) -> None:
     """Give `path` to the run's user; where we may not, let others read it."""
-    if path.stat().st_uid == owner.st_uid:
+    if os.name == "nt" or path.stat().st_uid == owner.st_uid:
         return
     try:
         os.chown(path, owner.st_uid, owner.st_gid)

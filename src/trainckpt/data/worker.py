@@ -66,7 +66,9 @@ if TYPE_CHECKING:
 # that join would never return.
 
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_NAMES = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
+_CAN_MASK = hasattr(signal, "pthread_sigmask")
 _ORPHAN_CHECK_SECONDS = 2.0
 _REAP_SECONDS = 5.0
 
@@ -78,6 +80,9 @@ def signals_blocked(start_method: str | None = None) -> Iterator[None]:
     Args:
         start_method: "fork", "spawn" or "forkserver"; None means multiprocessing's default.
     """
+    if not _CAN_MASK:  # Windows
+        yield
+        return
     old = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         if (start_method or multiprocessing.get_start_method()) != "fork":
@@ -93,7 +98,8 @@ def shield_worker() -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.set_wakeup_fd(-1)  # a forked worker would write into the parent's pipe
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    if _CAN_MASK:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     threading.Thread(target=_exit_when_orphaned, args=(os.getppid(),), daemon=True).start()
 
 

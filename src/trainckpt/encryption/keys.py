@@ -139,7 +139,7 @@ def write_identity(path: str | os.PathLike[str], identity: Identity) -> None:
         "# trainckpt identity. Whoever has it reads what is encrypted to\n"
         f"# {identity.recipient}\n{to_text(IDENTITY, identity.secret)}\n"
     )
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
     try:
         descriptor = os.open(path, flags, 0o600)
     except FileExistsError:

@@ -405,6 +405,8 @@ def _write(path: Path, blocks: Iterator[memoryview] | list[memoryview]) -> None:
 
 
 def _sync(folder: Path) -> None:
+    if os.name == "nt":
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -48,7 +48,9 @@ DUMPED = "dumped"
 TOGETHER_S = 2.0  # ends so close together do not say which was the cause; busy machines look late
 # A lost connection is an exception (1) or an abort; 71 and SIGTERM follow on a peer's failure.
 CONSEQUENCES = frozenset({1, NoAgreement.exit_code, -signal.SIGABRT, -signal.SIGTERM})
-NOTICES = frozenset({-signal.SIGTERM, -signal.SIGINT, -signal.SIGUSR1})
+NOTICES = frozenset(
+    -getattr(signal, n) for n in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, n)
+)
 
 
 @dataclass(frozen=True)

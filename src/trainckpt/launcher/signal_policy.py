@@ -55,9 +55,9 @@ class Inbox:
 
     def __enter__(self) -> Inbox:
         for name in HEARD:
-            number = getattr(signal, name)
-            ignored = signal.getsignal(number) is signal.SIG_IGN
-            if not (ignored and name in MAY_BE_IGNORED):
+            number = getattr(signal, name, None)
+            ignored = number is not None and signal.getsignal(number) is signal.SIG_IGN
+            if number is not None and not (ignored and name in MAY_BE_IGNORED):
                 self._before[number] = signal.signal(number, self._hear)
         return self
 

@@ -106,7 +106,8 @@ def main() -> int:
     ends = ExitRecorder(folder)
     # Before torchrun takes it from there.
     subprocess.Popen = ends.popen()  # type: ignore[misc, assignment]
-    threading.Thread(target=ends.watch, name="trainckpt-ends", daemon=True).start()
+    if hasattr(os, "waitid"):
+        threading.Thread(target=ends.watch, name="trainckpt-ends", daemon=True).start()
 
     def is_wanted(_: logging.LogRecord) -> bool:
         return not all_stopped(folder)

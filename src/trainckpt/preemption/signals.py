@@ -55,7 +55,9 @@ if TYPE_CHECKING:
     from types import CodeType, FrameType
 
 
-DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+DEFAULT_SIGNALS: tuple[signal.Signals, ...] = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)
+)
 CHECK_INTERVAL_S = 1.0
 
 
@@ -169,7 +171,9 @@ class SignalSource:
         if signum == signal.SIGINT and previous == signal.SIG_IGN:
             return
         signal.signal(signum, self._note)
-        signal.siginterrupt(signum, False)  # spare C code an unexpected EINTR
+        if hasattr(signal, "siginterrupt"):
+            # Spare C code an unexpected EINTR.
+            signal.siginterrupt(signum, False)
         self._previous[signum] = previous
         if previous not in (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler):
             self.replaced.append(f"{signum.name} handler {_name_of(previous)}")
@@ -302,7 +306,7 @@ _mask = threading.local()
 def _cover_forks(source: SignalSource) -> None:
     global _hooked
     _live.add(source)
-    if not _hooked:
+    if not _hooked and hasattr(os, "register_at_fork"):
         _hooked = True
         multiprocessing.util.register_after_fork(_children, _Children.spare)
         os.register_at_fork(

@@ -102,6 +102,8 @@ def version_of(program: Path) -> tuple[int, ...] | None:
 
 def examine() -> Ability:
     """Return the ability to dump here, as tested by CRIU itself; takes 0.1 s."""
+    if not sys.platform.startswith("linux"):
+        return Ability(why_not="processes can be dumped on Linux only", cure="use snapshots")
     program = find()
     if program is None:
         named = os.environ.get(VARIABLE)

@@ -62,6 +62,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _why_not() -> str:
+    if not sys.platform.startswith("linux"):
+        return "CRIU is a program for Linux"
     missing = [name for name in ("apt-get", "dpkg") if shutil.which(name) is None]
     if missing:
         return f"{' and '.join(missing)} not found: take it from your distribution, 4.0 or later"

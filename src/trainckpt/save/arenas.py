@@ -27,7 +27,7 @@ from trainckpt.format.names import SnapshotName, shard_file_name
 from trainckpt.state.device_copy import DeviceCopier
 from trainckpt.state.staging import Shard
 from trainckpt.storage import host_memory
-from trainckpt.storage.arena import Own
+from trainckpt.storage.arena import Own, has_memfd
 from trainckpt.storage.file_io import copy_bytes, private_memory
 from trainckpt.storage.shared_memory import SharedMemoryDir
 
@@ -378,7 +378,8 @@ class Arenas:
             except OSError:
                 shared = False
         budget = self._allowed_bytes(num_bytes, in_files + in_memfds)
-        return MemorySpace(budget, shared, free + in_files, self._place is not None)
+        beyond = self._place is not None and has_memfd()
+        return MemorySpace(budget, shared, free + in_files, beyond)
 
     def _allowed_bytes(self, num_bytes: int, shared_bytes: int) -> int | None:
         """Return the bytes this rank may use in all, including those it has already."""

@@ -50,7 +50,7 @@ class WriterClient:
         self._process: subprocess.Popen[bytes] | None = None
         self._end: socket.socket | None = None
         self._starting = threading.Lock()
-        self._can = True
+        self._can = hasattr(socket, "send_fds") and os.name == "posix"
         self._layout: ShardHeader | None = None  # last sent to the process
 
     def takes(self, tier: Tier | None, num_bytes: int) -> bool:

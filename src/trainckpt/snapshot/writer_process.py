@@ -299,7 +299,8 @@ class _LogBuffer(logging.Handler):
 def main(arguments: list[str]) -> int:
     """Serve the rank at the other end of this descriptor."""
     for name in _DEAF_TO:
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     sys.setswitchinterval(SWITCH_S)

@@ -572,7 +572,8 @@ def _keep_from_children(address: int, num_bytes: int) -> None:
     With a shared page the next write here would move the page elsewhere, while the GPU goes on
     writing to the old one.
     """
-    libc().madvise(address, num_bytes, mmap.MADV_DONTFORK)
+    if hasattr(mmap, "MADV_DONTFORK"):
+        libc().madvise(address, num_bytes, mmap.MADV_DONTFORK)
 
 
 def _page_up(address: int) -> int:

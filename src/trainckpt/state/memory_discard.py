@@ -136,4 +136,6 @@ def _give_back(begin: int, end: int) -> bool:
 
 def _trim() -> None:
     """Return freed memory from malloc to the kernel."""
-    libc().malloc_trim(0)
+    trim = getattr(libc(), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
 import stat
@@ -34,6 +33,11 @@ if TYPE_CHECKING:
 
 _NAME = "trainckpt"  # as /proc shows it
 _NO_EXEC = 0x8  # MFD_NOEXEC_SEAL, since Linux 6.3: the memory holds data only
+
+
+def has_memfd() -> bool:
+    """Return True if the system has memfds."""
+    return hasattr(os, "memfd_create")
 
 
 def make_memfd() -> int:
@@ -100,9 +104,10 @@ class LockedMapping(mmap.mmap):
 
 def not_for_children(mapping: mmap.mmap) -> None:
     """Exclude a mapping from processes forked from now on, if the system can."""
-    with contextlib.suppress(OSError):
-        mapping.madvise(mmap.MADV_DONTFORK)
-        _not_there.add(mapping)
+    if hasattr(mmap, "MADV_DONTFORK"):
+        with contextlib.suppress(OSError):
+            mapping.madvise(mmap.MADV_DONTFORK)
+            _not_there.add(mapping)
 
 
 _mapped: weakref.WeakSet[LockedMapping] = weakref.WeakSet()
@@ -119,7 +124,8 @@ def _forked() -> None:
             mapping.forked()
 
 
-os.register_at_fork(after_in_child=_forked)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 STEP_BYTES = 1 << 20  # small enough to stay in CPU caches until verified
@@ -165,6 +171,12 @@ class MappedShard:
 
 
 # ---- the arena
+
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: no such tier
+    fcntl = None  # type: ignore[assignment]
 
 
 SNAPSHOTS = "snapshots"

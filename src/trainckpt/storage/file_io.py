@@ -105,7 +105,9 @@ def populate(block: memoryview) -> bool:
     end = (where + len(block)) // PAGE_BYTES * PAGE_BYTES
     if begin >= end:
         return True
-    return bool(libc().madvise(begin, end - begin, _POPULATE_WRITE) == 0)
+    with contextlib.suppress(AttributeError, OSError):
+        return bool(libc().madvise(begin, end - begin, _POPULATE_WRITE) == 0)
+    return False
 
 
 def copy_bytes(into: memoryview, data: memoryview) -> None:
@@ -125,13 +127,15 @@ def private_memory(num_bytes: int, first_byte: int = 0) -> memoryview:
     It does not come from malloc, whose arenas would keep some for each calling thread.
     """
     before = first_byte % PAGE_BYTES
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
+        return memoryview(bytearray(num_bytes))
     fresh = mmap.mmap(-1, before + num_bytes or 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return memoryview(fresh)[before : before + num_bytes]
 
 
 def buffers(num: int, num_bytes: int) -> list[memoryview]:
     """Return `num` fresh blocks of `num_bytes`, in huge pages if the system has them."""
-    if num_bytes < HUGE_BYTES:
+    if num_bytes < HUGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return [private_memory(num_bytes) for _ in range(num)]
     fresh = mmap.mmap(-1, num * num_bytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
 import secrets
@@ -58,7 +57,7 @@ class Capabilities:
         lock: `flock` works.
         direct: Whole pages can be written past the page cache (O_DIRECT).
         direct_tail: Such a file can be cut to a length inside a page.
-        free_bytes: Bytes this user may still write.
+        free_bytes: Bytes this user may still write; -1 if unknown.
     """
 
     file_system: str
@@ -106,7 +105,7 @@ def measure(folder: Path, disk: Disk | None = None) -> Capabilities:
                 file_system=file_system(folder),
                 rename=rename,
                 create_only=create_only,
-                folder_sync=_can(lambda: disk.fsync_folder(scratch)),
+                folder_sync=os.name == "nt" or _can(lambda: disk.fsync_folder(scratch)),
                 lock=_can(lambda: _flock(scratch / "file")),
                 direct=direct,
                 direct_tail=direct_tail,
@@ -137,8 +136,8 @@ def is_remote(kind: str) -> bool:
 def _can(act: Callable[[], object]) -> bool:
     try:
         act()
-    except OSError as error:
-        if error.errno not in CANNOT:
+    except (OSError, ImportError, AttributeError) as error:
+        if isinstance(error, OSError) and error.errno not in CANNOT:
             raise
         return False
     return True
@@ -180,6 +179,8 @@ def _create_only(disk: Disk, scratch: Path) -> str:
 
 
 def _flock(path: Path) -> None:
+    import fcntl
+
     with path.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -205,6 +206,8 @@ def _direct(path: Path) -> tuple[bool, bool]:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the bytes this user may still write there."""
+    """Return the bytes this user may still write there; -1 if the system does not say."""
+    if not hasattr(os, "statvfs"):
+        return -1
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize

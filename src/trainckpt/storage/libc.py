@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import platform
+import sys
 
 _FALLOCATE = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _ARGUMENTS = {
@@ -21,9 +23,11 @@ _ARGUMENTS = {
 @functools.cache
 def libc() -> ctypes.CDLL:
     """Return the C library; calls run without the interpreter's lock."""
-    library = ctypes.CDLL(None, use_errno=True)
+    library = ctypes.CDLL(None if os.name == "posix" else "msvcrt", use_errno=True)
     for name, arguments in _ARGUMENTS.items():
-        getattr(library, name).argtypes = arguments
+        function = getattr(library, name, None)
+        if function is not None:
+            function.argtypes = arguments
     return library
 
 
@@ -58,7 +62,7 @@ def _set(kind: int) -> bool:
 
 
 def _call(which: int, *arguments: int) -> int:
-    numbers = _CALLS.get(platform.machine())
+    numbers = _CALLS.get(platform.machine()) if sys.platform == "linux" else None
     if numbers is None:
         return -1
     return int(libc().syscall(ctypes.c_long(numbers[which]), *(ctypes.c_int(a) for a in arguments)))

@@ -13,10 +13,11 @@ import ctypes
 import errno
 import os
 import secrets
+import threading
 from collections import deque
 from pathlib import Path
 from stat import S_ISREG
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import TierUnavailable, UnusableSnapshot
 from trainckpt.storage.file_io import NUM_READERS, Direct, FileReader, new_file, read_parts
@@ -34,13 +35,17 @@ if TYPE_CHECKING:
 # everything the model knows.
 
 
-_PLAIN = os.O_NOFOLLOW | os.O_CLOEXEC  # no symbolic links, not inherited by children
+_DIRECT = getattr(os, "O_DIRECT", 0)
+# No symbolic links, not inherited by children, no translation of line ends.
+_PLAIN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_READ = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _MOST = 1 << 30  # bytes per call; Linux takes at most 2 GiB
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 # Errors of an operation the file system does not support; any other error is a fault.
 CANNOT = frozenset(
     (*_UNSUPPORTED, errno.EPERM, errno.EMLINK, errno.ENOLCK, errno.EXDEV, errno.EBADF)
 )
+_seeking = threading.Lock()  # for systems without positioned reads and writes
 
 
 class Disk:
@@ -56,7 +61,7 @@ class Disk:
 
     def open_direct(self, path: Path) -> int:
         """Open a file just created again; writes to this descriptor bypass the page cache."""
-        return os.open(path, os.O_WRONLY | os.O_DIRECT | _PLAIN)
+        return os.open(path, os.O_WRONLY | _direct_flag() | _PLAIN)
 
     def reserve(self, path: Path, descriptor: int, num_bytes: int) -> None:
         """Set the length of a file just created and reserve its space, if the system can.
@@ -64,7 +69,9 @@ class Disk:
         `posix_fallocate` would write to every block on file systems without the feature.
         """
         del path  # for tests recording the calls
-        while num_bytes and libc().fallocate64(descriptor, 0, 0, num_bytes):
+        if _fallocate is None or num_bytes == 0:
+            return
+        while _fallocate(descriptor, 0, 0, num_bytes):
             number = ctypes.get_errno()
             if number in _UNSUPPORTED:
                 return
@@ -81,7 +88,12 @@ class Disk:
         done = 0
         while done < len(block):
             piece = block[done : done + _MOST]
-            done += os.pwrite(descriptor, piece, first_byte + done)
+            if hasattr(os, "pwrite"):
+                done += os.pwrite(descriptor, piece, first_byte + done)
+            else:
+                with _seeking:
+                    os.lseek(descriptor, first_byte + done, os.SEEK_SET)
+                    done += os.write(descriptor, piece)
 
     def sync(self, path: Path, descriptor: int) -> None:
         """Put the file's bytes and length on stable storage."""
@@ -93,6 +105,8 @@ class Disk:
 
         `fs_probe` has reported a file system without this when the run started.
         """
+        if os.name == "nt":
+            return
         try:
             self.fsync_folder(path)
         except OSError as error:
@@ -125,15 +139,33 @@ class Disk:
 
     def open_to_read(self, path: Path, *, direct: bool = False) -> int:
         """Open a file for reading; with `direct`, reads of whole pages bypass the page cache."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
-        if not direct:  # read-ahead would fetch bytes twice
+        descriptor = os.open(path, os.O_RDONLY | _READ | (_direct_flag() if direct else 0))
+        if not direct and hasattr(os, "posix_fadvise"):  # read-ahead would fetch bytes twice
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         return descriptor
 
     def read(self, path: Path, descriptor: int, into: memoryview, first_byte: int) -> int:
         """Read at a position into `into`, any thread; return the number of bytes, 0 at the end."""
         del path
-        return os.preadv(descriptor, [into[:_MOST]], first_byte)
+        if hasattr(os, "preadv"):
+            return os.preadv(descriptor, [into[:_MOST]], first_byte)
+        with _seeking:
+            os.lseek(descriptor, first_byte, os.SEEK_SET)
+            got = os.read(descriptor, min(len(into), _MOST))
+        into[: len(got)] = got
+        return len(got)
+
+
+def _direct_flag() -> int:
+    if not _DIRECT:
+        raise OSError(errno.EINVAL, "no O_DIRECT on this system")
+    return _DIRECT
+
+
+# The system call for reserving space; None without one.
+_fallocate: Any = None
+if os.name != "nt":
+    _fallocate = getattr(libc(), "fallocate64", None) or getattr(libc(), "fallocate", None)
 
 
 # ---- the tier

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import shutil
@@ -30,6 +29,11 @@ from trainckpt.storage.arena import SNAPSHOTS, Arena, LockedMapping, MappedShard
 from trainckpt.storage.private_files import is_private, make_private, must_be_private, write_private
 from trainckpt.storage.worker_pool import aside
 
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: no such tier
+    fcntl = None  # type: ignore[assignment]
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
@@ -39,7 +43,7 @@ _DEFAULT_ROOT = "/dev/shm"  # noqa: S108 - folders in it are private, and their 
 _OWNER, ARENAS, _FETCHING = "place", "arenas", "fetching"
 _LOOK_AGAIN_S = 0.02
 _MOMENT_S = 1.0  # for all run directories to answer
-_NO_FOLLOW = os.O_NOFOLLOW | os.O_CLOEXEC
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
 _STORE_KEPT_S = 3 * 24 * 3600.0  # until unused memory of a run in an object store is removed
 _ROOM_BYTES = 64 << 20  # left free for loader workers: they pass batches through the same tmpfs
 
@@ -288,7 +292,7 @@ def _name_of(real: str) -> str:
 
 def _user_folder(*, make: bool = True) -> Path | None:
     root = os.environ.get(ROOT_VARIABLE) or _DEFAULT_ROOT
-    if root == NONE:
+    if root == NONE or fcntl is None or not hasattr(os, "posix_fallocate"):
         return None
     folder = Path(root) / f"trainckpt-{os.getuid()}"
     try:
