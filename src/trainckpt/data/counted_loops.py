@@ -60,7 +60,7 @@ def cycled() -> list[str]:
 
 
 def hint(iterator: Any, cursor: Cursor, *, by_epochs: bool) -> str:
-    """Return a sentence for a loop that counts a resumed pass from 0; "" for another loop."""
+    """Return a sentence for a loop that counts a resumed pass anew; "" for another loop."""
     counter = counter_of(iterator, cursor.batches)
     if not counter:
         return ""

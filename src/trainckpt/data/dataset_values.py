@@ -2,7 +2,7 @@
 
 numbers and texts     as they were when the workers started, if the script has changed them
                       since: the workers do not see that. A resume starts its workers with the
-                      old values, and then puts the script's back
+                      old values, and then puts the script's back (`loop_numbers` keeps those)
 lists, arrays and     digests of some hundred items each, as the process began: indices of a
 tensors               split, names of files. If a resumed process begins with another digest,
                       other samples stand at the same indices, and that is reported. The same for
