@@ -238,6 +238,7 @@ class LoaderSource:
         return self.resharder
 
     def start(self) -> Any:
+        """Begin a pass."""
         if self._stream is not None:
             self._stream.begin_pass()
         self._rng_before = main_rng()
@@ -259,6 +260,7 @@ class LoaderSource:
         return self._make(skip=0)
 
     def resume(self, saved: dict[str, Any]) -> Any:
+        """Resume the saved pass in its middle."""
         self._restore_assignment(saved)
         if self.assignment is not None and not self.assignment.plain:
             self._ids = self.required_resharder.ids(self.assignment)
@@ -299,12 +301,14 @@ class LoaderSource:
         return iterator
 
     def abandon(self) -> None:
+        """End a pass left in its middle."""
         if self._persistent_iterator is not None:  # records the generators its workers end up with
             self._persistent_iterator.drain()
         self._end(exhausted=False)
         self.progress = self._progress(workers=self.progress.workers)
 
     def finish(self) -> None:
+        """End a pass that has run out."""
         self._end(exhausted=True)
 
     def _end(self, *, exhausted: bool) -> None:
@@ -317,6 +321,7 @@ class LoaderSource:
             self.progress.workers = {}
 
     def state(self, in_pass: bool) -> dict[str, Any]:
+        """Return this source's part of the loader's state."""
         has_workers = self._persistent_iterator is not None or self._had_workers
         data_before = self._data_before if in_pass else DataState()
         data_now = self._capture_data()
@@ -353,6 +358,7 @@ class LoaderSource:
         return state
 
     def load(self, saved: dict[str, Any]) -> None:
+        """Load a saved state."""
         self.shutdown()
         self.progress = self._progress(saved["position"], saved["samples"], saved["workers"])
         self._base_seed = saved["base_seed"]
@@ -368,10 +374,12 @@ class LoaderSource:
                 self._stream.resume_between(saved["own"], exhausted=saved["exhausted"])
 
     def undo_draws(self, saved: dict[str, Any]) -> None:
+        """Undo draws since the load."""
         self._restore_data(DataState.saved_as(saved, "now"))
         self._compare_inputs(saved)
 
     def load_in_other_world(self, window: dict[str, Any]) -> None:
+        """Load a window's start; restore the inputs of later epochs at once."""
         self.shutdown()
         assignment, position = self.required_resharder.reassign(window)
         self.assignment = assignment if window["in_pass"] else None
@@ -386,6 +394,7 @@ class LoaderSource:
         )
 
     def facts(self) -> dict[str, Any]:
+        """Return the values that must be equal for an exact resume."""
         loader = self._loader
         batch_sampler = loader.batch_sampler
         index_sampler = loader.sampler if batch_sampler is None else batch_sampler
@@ -403,6 +412,7 @@ class LoaderSource:
         }
 
     def problems(self) -> list[str]:
+        """Return the parts of the loader that cannot be exact."""
         if self._loader.num_workers == 0 or getattr(self._loader, "in_order", True):
             return []
         sentence = (
@@ -412,6 +422,7 @@ class LoaderSource:
         return [sentence]
 
     def shutdown(self) -> None:
+        """Kill the workers now."""
         for iterator in (self._persistent_iterator, self._last_iterator()):
             if iterator is not None:
                 kill_workers(iterator)
@@ -834,11 +845,13 @@ class PrefetchingSource:
         return self._inner.order
 
     def start(self) -> Iterator[Any]:
+        """Begin a pass."""
         self._clear()
         self.progress = Progress()
         return self._count_returned(self._reader.read(self._open, resumed=False))
 
     def resume(self, saved: dict[str, Any]) -> Iterator[Any]:
+        """Resume the saved pass in its middle."""
         self._clear()
         self._reader.goes_on()
         self._iterator = self._inner.resume(saved["under"])
@@ -853,15 +866,18 @@ class PrefetchingSource:
         return self._count_returned(self._reader.read(self._open, resumed=True))
 
     def abandon(self) -> None:
+        """End a pass left in its middle."""
         self._inner.abandon()
         self._clear()
         self.progress = Progress()
 
     def finish(self) -> None:
+        """End a pass that has run out."""
         self._inner.finish()
         self._clear()
 
     def state(self, in_pass: bool) -> dict[str, Any]:
+        """Return this source's part of the loader's state."""
         prefetched = list(self._prefetched) if in_pass else []
         return {
             "position": self.progress.position,
@@ -871,6 +887,7 @@ class PrefetchingSource:
         }
 
     def load(self, saved: dict[str, Any]) -> None:
+        """Load a saved state."""
         self.shutdown()
         self._clear()
         self._inner.load(saved["under"])
@@ -878,15 +895,19 @@ class PrefetchingSource:
         self.progress = Progress(saved["position"], saved["samples"])
 
     def undo_draws(self, saved: dict[str, Any]) -> None:
+        """Undo draws since the load."""
         self._inner.undo_draws(saved["under"])
 
     def facts(self) -> dict[str, Any]:
+        """Return the values that must be equal for an exact resume."""
         return {**self._inner.facts(), **self._reader.facts()}
 
     def problems(self) -> list[str]:
+        """Return the parts of the loader that cannot be exact."""
         return self._inner.problems()
 
     def shutdown(self) -> None:
+        """Kill the workers now."""
         self._inner.shutdown()
 
     def _open(self) -> Iterator[Any]:

@@ -74,6 +74,7 @@ class StatefulSource:
         self._moved_generators: list[list[str] | None] = [None, None]
 
     def start(self) -> Iterator[Any]:
+        """Begin a pass."""
         rng, generators = main_rng(), self._generators()
         before, self._generators_before = self._generators_before, generators
         self.progress, self._rng_before = Progress(), rng
@@ -91,6 +92,7 @@ class StatefulSource:
         return self._count_batches(self._open_iterator(), start=0)
 
     def resume(self, saved: dict[str, Any]) -> Iterator[Any]:
+        """Resume the saved pass in its middle."""
         self._rng_before = saved["rng_before"]
         self._generators_before = before = saved.get("data before", {})
         if self._rng_before is not None:
@@ -110,13 +112,16 @@ class StatefulSource:
         return self._count_batches(batches, start=saved["position"], is_resumed=True)
 
     def abandon(self) -> None:
+        """End a pass left in its middle."""
         self._end(exhausted=False)
         self.progress = Progress()
 
     def finish(self) -> None:
+        """End a pass that has run out."""
         self._end(exhausted=True)
 
     def state(self, in_pass: bool) -> dict[str, Any]:
+        """Return this source's part of the loader's state."""
         # before the first pass, asking for the loader's own state may draw
         has_own_state = self._has_begun or self._stream.is_between
         return {
@@ -129,6 +134,7 @@ class StatefulSource:
         }
 
     def load(self, saved: dict[str, Any]) -> None:
+        """Load a saved state."""
         self.shutdown()
         self.progress = Progress(saved["position"], saved["samples"])
         self._moved_generators = list(saved.get("drew", (None, None)))
@@ -141,9 +147,11 @@ class StatefulSource:
             self._stream.resume_between(saved["own"], exhausted=saved["exhausted"])
 
     def undo_draws(self, saved: dict[str, Any]) -> None:
+        """Undo draws since the load."""
         self._restore_generators(saved.get("data now", {}))
 
     def facts(self) -> dict[str, Any]:
+        """Return the values that must be equal for an exact resume."""
         return {
             "num_workers": getattr(self._loader, "num_workers", None),
             "class": type(self._loader).__qualname__,
@@ -151,9 +159,11 @@ class StatefulSource:
         }
 
     def problems(self) -> list[str]:
+        """Return the parts of the loader that cannot be exact."""
         return []  # state missing from the loader's own is unknown
 
     def shutdown(self) -> None:
+        """Kill the workers now."""
         if self._last_iterator is not None:
             kill_workers(self._last_iterator)
         self._last_iterator = None
