@@ -343,6 +343,47 @@ def test_a_dump_that_fails_leaves_the_processes_as_they_were(counting, tmp_path,
     assert counting.counts_on()
 
 
+READS_PROC = """
+import os, signal, sys, time
+facts = open("/proc/{pid}/stat")
+signal.signal(signal.SIGCONT, lambda *_: {then})
+"""
+
+
+@contextlib.contextmanager
+def reading_proc(criu_here, folder, then):
+    """The small process, with a file in /proc open of a process outside its tree."""
+    with subprocess.Popen(["sleep", "600"]) as outside:
+        text = READS_PROC.format(pid=outside.pid, then=then) + PROGRAM
+        counting = Counting(folder, criu_here.program, criu_here.version, text)
+        try:
+            assert counting.counts_on()
+            yield counting, outside
+        finally:
+            counting.end()
+            outside.kill()
+
+
+def test_a_tree_that_reads_proc_of_another_process_is_stopped_again_once_it_is_through(
+    criu_here, tmp_path
+):
+    """CRIU dumps such a file, and cannot restore it once that other process is gone."""
+    with reading_proc(criu_here, tmp_path, "facts.close()") as (counting, outside):
+        record = counting.dump()
+        outside.kill()
+        outside.wait()
+        counting.restore(record)
+        assert counting.counts_on()
+
+
+def test_a_tree_that_keeps_proc_of_another_process_open_is_not_dumped(criu_here, tmp_path):
+    with reading_proc(criu_here, tmp_path, "None") as (counting, outside):
+        with pytest.raises(SaveFailed, match=rf"/proc/{outside.pid}/stat is open"):
+            counting.dump()
+        assert not (counting.tier.root / NAME.folder).exists()
+        assert counting.counts_on()
+
+
 def test_what_the_processes_have_written_is_on_the_disk_before_the_dump_counts(
     counting, monkeypatch
 ):

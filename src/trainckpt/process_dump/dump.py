@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 FIRST_S, BYTES_PER_S = 1.5, 250e6  # seen: 440 MB in 0.9 s, 580 MB on a busy machine in 2.4 s
 GONE_WITHIN_S, LOOK_EVERY_S = 30.0, 0.01
-MOST_REASONS = 5
+MOST_REASONS, MOST_FREEZES = 5, 4
 SNAPSHOT_STANDS = "`trainckpt doctor` says what this machine can do"
 
 
@@ -111,10 +111,8 @@ def take(tier: LocalTier, order: DumpOrder, variable: str) -> DumpRecord:
     tier.make_folder(order.name.folder)
     try:
         with _as_refusal("the dump could not be written"), _without_gpus(order, pids):
-            images.mkdir(mode=0o700)
-            _freeze(order, images)
-            pids = process_tree.processes(order.root)  # some came and went before they were stopped
-            tree_state, tasks = _look(order, pids, variable), process_tree.tasks(pids)
+            pids, tree_state = _freeze(order, images, variable)
+            tasks = process_tree.tasks(pids)
             keys: tuple[Wrapped, ...] = ()
             if order.recipients:
                 keys = encrypted_images.seal(images, order.run, order.name, order.recipients)
@@ -182,11 +180,32 @@ def _without_gpus(order: DumpOrder, pids: list[int]) -> Iterator[None]:
         raise
 
 
-def _freeze(order: DumpOrder, images: Path) -> None:
-    if reason := criu.dump(order.program, order.root, images):
-        raise SaveFailed(f"CRIU could not dump the processes: {reason}", hint=SNAPSHOT_STANDS)
-    if order.gpus is not None:
-        order.gpus.must_live()
+def _freeze(
+    order: DumpOrder, images: Path, variable: str
+) -> tuple[list[int], process_tree.TreeState]:
+    """Stop the tree and write its images; return its processes and what they have open.
+
+    A process may be reading a file in /proc of a process outside the tree, for less than a
+    millisecond. CRIU dumps it and cannot restore it, so the tree runs on and is stopped again.
+    """
+    for _ in range(MOST_FREEZES):
+        images.mkdir(mode=0o700)
+        if reason := criu.dump(order.program, order.root, images):
+            raise SaveFailed(f"CRIU could not dump the processes: {reason}", hint=SNAPSHOT_STANDS)
+        if order.gpus is not None:
+            order.gpus.must_live()
+        pids = process_tree.processes(order.root)  # some came and went before they were stopped
+        tree_state = _look(order, pids, variable)
+        if not (reads := tree_state.proc_files()):
+            return pids, tree_state
+        send(pids, signal.SIGCONT)
+        shutil.rmtree(images)
+        time.sleep(LOOK_EVERY_S)
+    raise SaveFailed(
+        f"the processes cannot be dumped: {', '.join(reads[:MOST_REASONS])} is open, of a process "
+        "outside the command",
+        hint=SNAPSHOT_STANDS,
+    )
 
 
 def _must_have_room(tier: LocalTier, pids: list[int], more: int) -> None:

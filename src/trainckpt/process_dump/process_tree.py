@@ -25,6 +25,7 @@ SHARED_MEMORY = "/dev/shm/"  # noqa: S108 - compared with, never written to
 HARMLESS_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 SQLITE, SQLITE_SIDES = b"SQLite format 3\0", ("-wal", "-shm", "-journal")
 _INODE = re.compile(r"(pipe|socket):\[(\d+)\]")
+_PROC_FILE = re.compile(rf"{PROC}/(\d+)/")
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,12 @@ class TreeState:
         """Return the inodes of its sockets."""
         matches = (_INODE.match(descriptor.target) for descriptor in self.held)
         return frozenset(match[2] for match in matches if match and match[1] == "socket")
+
+    def proc_files(self) -> list[str]:
+        """Return the open files in /proc of processes outside the tree; no restore has them."""
+        pids = {each.pid for each in self.held}
+        matches = (_PROC_FILE.match(descriptor.target) for descriptor in self.held)
+        return sorted({match.string for match in matches if match and int(match[1]) not in pids})
 
     def written(self) -> list[str]:
         """Return the paths of its files open for writing, sorted."""
