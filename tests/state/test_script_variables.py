@@ -14,7 +14,7 @@ from trainckpt.state.script_variables import PART, ScriptVariables
 HEAD = """
 import enum, time
 from collections import deque, namedtuple
-import numpy, torch
+import numpy, torch, trainckpt
 from torch import nn
 
 Pair = namedtuple("Pair", "h c")
@@ -172,6 +172,10 @@ ALIKE = {
             "k = Keeper(o=o)"
         ),
         "p[0].grad = torch.ones(2)\no.step()\nprint(k)",
+    ),
+    "a Checkpointer of one's own": (
+        "class Own(trainckpt.Checkpointer):\n    def __init__(self): self.n = 0\nk = Own()",
+        "k.n += 1",
     ),
     "a frozen module": ("torch.manual_seed(0)\nm = nn.Linear(2, 2)", "m(torch.ones(2))"),
     "a generator": ("g = torch.Generator()", "torch.rand((), generator=g)"),

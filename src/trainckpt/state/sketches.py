@@ -118,9 +118,14 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     """Return the attributes of an object of the script's own class; None for any other value."""
     kind = type(value)
     is_own = randomness.is_own_module(kind.__module__) or kind.__name__ in _NAMESPACES
-    if not is_own or issubclass(kind, _WHOLE):
+    if not is_own or issubclass(kind, _WHOLE) or _extends_trainckpt(kind):
         return None
     return randomness.names_of(value)
+
+
+def _extends_trainckpt(kind: type) -> bool:
+    """Return True for a subclass of the Checkpointer, of a callback or the like."""
+    return any(base.__module__.partition(".")[0] == "trainckpt" for base in kind.__mro__)
 
 
 class _Drawing:
