@@ -75,3 +75,23 @@ def test_docstrings_and_comments_name_what_exists():
                 if name not in files
             ]
     assert wrong == []
+
+
+ATTRIBUTES = re.compile(r"Attributes:\n((?:    .*\n?|\n)*)")
+ENTRY = re.compile(r"^    (\w[\w, ]*):", re.MULTILINE)
+
+
+def test_attributes_that_a_docstring_lists_are_those_of_its_class():
+    wrong = []
+    for place, node in nodes():
+        section = ATTRIBUTES.search(
+            (isinstance(node, ast.ClassDef) and ast.get_docstring(node)) or ""
+        )
+        if section is None:
+            continue
+        known = {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
+        known |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+        known |= {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+        listed = {name.strip() for names in ENTRY.findall(section[1]) for name in names.split(",")}
+        wrong += [f"{place} {node.name}: {name}" for name in sorted(listed - known)]
+    assert wrong == []

@@ -28,8 +28,8 @@ from trainckpt.ranks.world import World
 from trainckpt.state.captured import Captured
 from trainckpt.state.device_copy import DeviceCopier
 from trainckpt.state.registry import Registry
-from trainckpt.state.replicas import group_digests
 from trainckpt.state.step_state import read_small
+from trainckpt.state.tensor_digests import group_digests
 from trainckpt.storage.arena import Own
 from trainckpt.survivors.step_history import StepHistory
 

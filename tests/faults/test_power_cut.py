@@ -25,10 +25,12 @@ from trainckpt.format.attempt_record import UNDECIDED, AttemptRecord
 from trainckpt.format.cursor import Cursor
 from trainckpt.ranks.store import local_store
 from trainckpt.ranks.world import World
+from trainckpt.replicate.uploads import Uploads
 from trainckpt.save.arenas import Arenas
 from trainckpt.save.committer import ManifestDefaults
 from trainckpt.save.coordinator import SaveCoordinator
 from trainckpt.save.estimates import Timings
+from trainckpt.save.replication_control import ReplicationControl
 from trainckpt.snapshot import attempt_history, prune
 from trainckpt.snapshot.catalog import read_catalog
 from trainckpt.snapshot.restore import Reader
@@ -84,6 +86,11 @@ def record(place, disk, saves, keep_last=9):
         timings=Timings(),
         arenas=arenas,
         window_start=Cursor,
+        sealing=None,
+        uploads=Uploads(),
+        replication=ReplicationControl(arenas, 0, None, None),
+        saves_gradients=lambda: False,
+        blocks_step=False,
     )
     committed, pruned = {}, {}
     for step in range(1, saves + 1):

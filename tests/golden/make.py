@@ -37,7 +37,7 @@ from trainckpt.snapshot.prune import prune
 from trainckpt.snapshot.restore import Reader
 from trainckpt.snapshot.save_plan import equal_groups, plan_save
 from trainckpt.snapshot.shard_writer import write_shard
-from trainckpt.state import replicas, staging
+from trainckpt.state import staging, tensor_digests
 from trainckpt.state.capture import capture
 from trainckpt.state.captured import VALUES, parse_values
 from trainckpt.state.destination import Destination
@@ -120,10 +120,12 @@ def save(tier, world, name, version, older=None):
     is_sealed = version == names.ENCRYPTED
     seal = SnapshotKey("golden", bytes([name.sequence] * 32)) if is_sealed else None
     captured = [capture(objects(rank)) for rank in range(world)]
-    equal = equal_groups([replicas.group_digests(c, r, world) for r, c in enumerate(captured)])
+    equal = equal_groups(
+        [tensor_digests.group_digests(c, r, world) for r, c in enumerate(captured)]
+    )
     files, tensors, reached = [], {}, []
     for rank, one in enumerate(captured):
-        layouts = replicas.split_layouts(one, equal, world)
+        layouts = tensor_digests.split_layouts(one, equal, world)
         regions = staging.describe(one, layouts)
         planned = plan_save(regions, layouts, rank=rank)
         references = {}

@@ -10,16 +10,16 @@ from trainckpt.errors import NoAgreement
 from trainckpt.ranks.exchange import Exchange
 from trainckpt.ranks.store import connect
 from trainckpt.ranks.world import current_world
-from trainckpt.snapshot import replicate
+from trainckpt.snapshot import peer_transfer
+from trainckpt.snapshot.peer_transfer import LocalParts, SetState, recover
 from trainckpt.snapshot.redundancy import CodedSet
-from trainckpt.snapshot.replicate import LocalParts, SetState, recover
 
 LENGTHS = (70_001, 50_000, 3, 64_000, 0)
 
 
 def start_attempt():
     """The channel; and blocks so small that few bytes take several rounds."""
-    replicate.SET_BLOCK_BYTES = replicate.COPY_BLOCK_BYTES = 16_384
+    peer_transfer.SET_BLOCK_BYTES = peer_transfer.COPY_BLOCK_BYTES = 16_384
     return connect(current_world(), "test/1")
 
 
@@ -40,7 +40,7 @@ def keep_and_recover(rank):
         coded = CodedSet(tuple(everyone), 4, num_parity)  # the last one only helps
         chunk_bytes = coded.chunk_bytes(max(LENGTHS))
         mine, kept = file_of(rank), memoryview(bytearray(num_parity * chunk_bytes))
-        replicate.make_parities(
+        peer_transfer.make_parities(
             coded, rank, sizes=LENGTHS, mine=mine, into=kept, group=group, may_go_on=nothing
         )
         cases = 0
@@ -78,7 +78,7 @@ def copy_in_a_ring(rank):
     }
     before = (rank - 1) % size
     into = memoryview(bytearray(LENGTHS[before]))
-    replicate.copy_files(file_of(rank), groups[rank], [(groups[before], into)], nothing)
+    peer_transfer.copy_files(file_of(rank), groups[rank], [(groups[before], into)], nothing)
     channel.barrier("all leave", 30)
     return into == file_of(before)
 
@@ -104,7 +104,7 @@ def lose_one(rank, how):
 
     sizes, mine = (100_000,) * 3, memoryview(bytearray(100_000))
     try:
-        replicate.make_parities(
+        peer_transfer.make_parities(
             coded,
             rank,
             sizes=sizes,

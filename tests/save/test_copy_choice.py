@@ -16,6 +16,7 @@ from trainckpt.save.copying import (
     StateCopier,
     choose,
 )
+from trainckpt.state.device_copy import DeviceCopier
 
 
 def test_both_kinds_are_tried_and_the_faster_one_is_taken():
@@ -52,7 +53,13 @@ def test_a_period_is_of_the_kind_of_the_one_save_in_it():
 def test_what_is_copied_while_training_waits_by_choice_is_digested_too():
     """Where there is no choice, nobody knows whether a core is free to digest it."""
     model = nn.Linear(2, 2)
-    copying = StateCopier(registry(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1)))
+    copying = StateCopier(
+        registry(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1)),
+        prepare=lambda: None,
+        before_step=lambda: None,
+        num_threads=1,
+        side=DeviceCopier(),
+    )
     try:
         assert copying.stage_arguments(set()) == {}
         assert copying.stage_arguments({"w"}) == {"digests": True}

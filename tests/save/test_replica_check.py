@@ -8,7 +8,7 @@ import torch
 
 from trainckpt.save.deduplication import ReplicaCheck, compare
 from trainckpt.state.captured import Captured
-from trainckpt.state.replicas import PARTS
+from trainckpt.state.tensor_digests import PARTS
 
 NUM_BYTES = 4 * PARTS * 4096
 GROUP = "model parameters"

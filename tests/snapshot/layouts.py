@@ -14,7 +14,7 @@ from trainckpt.snapshot.commit import commit, merge_tables, table_from_json, tab
 from trainckpt.snapshot.restore import Reader
 from trainckpt.snapshot.save_plan import equal_groups, plan_save
 from trainckpt.snapshot.shard_writer import write_shard
-from trainckpt.state import replicas, staging
+from trainckpt.state import staging, tensor_digests
 from trainckpt.state.captured import Captured, Placed
 from trainckpt.state.destination import Destination
 
@@ -66,10 +66,12 @@ def save(tier, world, tensors, layouts, own=lambda rank: {}, name="s3~1.1"):
     if tier.size("run.json") is None:
         tier.create("run.json", b'{"format":2,"id":"run"}')
     ranks = [held_by(rank, tensors, layouts, own) for rank in range(world)]
-    equal = equal_groups([replicas.group_digests(one, r, world) for r, one in enumerate(ranks)])
+    equal = equal_groups(
+        [tensor_digests.group_digests(one, r, world) for r, one in enumerate(ranks)]
+    )
     parsed, files, tables = SnapshotName.parse(name), [], []
     for rank, one in enumerate(ranks):
-        split = replicas.split_layouts(one, equal, world)
+        split = tensor_digests.split_layouts(one, equal, world)
         regions = staging.describe(one, split)
         shard = staging.stage(one, plan_save(regions, split, rank=rank), rank=rank, world=world)
         files.append(write_shard(tier, parsed, rank, shard))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainckpt.state import replicas
+from trainckpt.state import tensor_digests
 from trainckpt.state.captured import Captured
-from trainckpt.state.replicas import checksums, group_digests
+from trainckpt.state.tensor_digests import checksums, group_digests
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -60,7 +60,7 @@ def test_where_bytes_lie_and_how_they_are_cut_does_not_count(monkeypatch, device
     shifted = torch.cat([data[:3], data])[3:]
     assert one(shifted) == whole
     assert one(data.view(-1, 17).t().contiguous().t()) == whole
-    monkeypatch.setattr(replicas, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(tensor_digests, "CHUNK_BYTES", 64)
     assert one(data) == whole
 
 
@@ -83,7 +83,7 @@ def test_a_gpu_and_the_host_find_the_same_checksum():
 def test_replicas_on_a_gpu_are_compared_without_bringing_them_back(monkeypatch):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    monkeypatch.setattr("trainckpt.state.replicas.bytes_of", None)
+    monkeypatch.setattr("trainckpt.state.tensor_digests.bytes_of", None)
     good = torch.randn(1 << 20, device="cuda")
     drifted = good.clone()
     drifted[12345] += 1

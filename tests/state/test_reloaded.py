@@ -86,7 +86,7 @@ def found(then, now):
     source, target = registry(thing=then), registry(thing=now)
     saved = saved_of(source)
     apply.apply(target, saved)
-    return apply.compare(target.generics[0], saved)
+    return target.generics[0].compare(saved)
 
 
 @pytest.mark.parametrize(

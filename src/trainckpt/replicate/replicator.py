@@ -3,8 +3,8 @@
     saving thread, every rank, once all have reported on the save
     1  rank 0 shares the manifest; each rank reserves memory for the replicas it is to hold
        BARRIER  all have memory; if a rank has none, this save is not replicated
-    2  copies pass to partners, or parities are computed in sets (`snapshot.replicate`), in groups
-       of their own: training's groups and its thread take no part
+    2  copies pass to partners, or parities are computed in sets (`snapshot.peer_transfer`), in
+       groups of their own: training's groups and its thread take no part
     3  copies are verified by the digests of the manifest; replicas get their names
        BARRIER  all have come so far: the save has reached "partner"
     4  replicas of older snapshots may be overwritten
@@ -35,8 +35,8 @@ from trainckpt.format.parity_file import HEAD_BYTES, ParityHead
 from trainckpt.ranks.exchange import Exchange
 from trainckpt.ranks.store import RANKS_TIMEOUT_S
 from trainckpt.snapshot import parity
+from trainckpt.snapshot.peer_transfer import copy_files, make_parities
 from trainckpt.snapshot.redundancy import NOTHING, PARITY, RedundancySpec, make_plan
-from trainckpt.snapshot.replicate import copy_files, make_parities
 from trainckpt.storage import replica_slots
 from trainckpt.storage.replica_slots import MANIFEST
 from trainckpt.storage.shared_memory import SharedMemoryDir

@@ -70,7 +70,7 @@ def said_after_loading(registry: Registry, beginning: ResumePoint) -> list[Resto
     saved = beginning.saved
     if saved is None:
         return []
-    return [part for each in registry.generics for part in apply.compare(each, saved)]
+    return [part for each in registry.generics for part in each.compare(saved)]
 
 
 def not_deterministic(here: Mapping[str, Any]) -> list[Restored]:

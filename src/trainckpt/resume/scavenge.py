@@ -37,8 +37,8 @@ from trainckpt.run_directory.validate import RankLocation, leaders
 from trainckpt.snapshot import attempt_history as attempt_records
 from trainckpt.snapshot import catalog
 from trainckpt.snapshot.commit import commit
+from trainckpt.snapshot.peer_transfer import LocalParts, SetState, recover
 from trainckpt.snapshot.redundancy import CodedSet
-from trainckpt.snapshot.replicate import LocalParts, SetState, recover
 from trainckpt.snapshot.verify import read_parity
 from trainckpt.storage import replica_slots
 from trainckpt.storage.shared_memory import ArenaInUse, SharedMemoryDir

@@ -149,7 +149,7 @@ def _hint(error: Exception, place: str) -> str:
 
 
 KEEP_TABLES = 4  # saves: a window's gradients come and go, and with them two tables take turns
-TIDY_WITHIN_S = 5.0  # a stop waits so long for old snapshots to be pruned
+PRUNE_WITHIN_S = 5.0  # a stop waits so long for old snapshots to be pruned
 
 
 @dataclass(frozen=True)
@@ -368,7 +368,7 @@ class SnapshotCommitter:
     def close(self, *, keep: bool) -> None:
         """End the attempt; `keep`: wait for pruning no longer than its limit."""
         self._client.close()
-        self.retention.wait(TIDY_WITHIN_S if keep else None)
+        self.retention.wait(PRUNE_WITHIN_S if keep else None)
 
     def _check_not_abandoned(self) -> None:
         if self._abandoned.is_set():  # the live tensors may have changed while they were streamed

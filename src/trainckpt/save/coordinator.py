@@ -31,13 +31,11 @@ from trainckpt.format.names import VERSION, SnapshotName
 from trainckpt.preemption.signals import raised_by_handler
 from trainckpt.ranks import threads
 from trainckpt.ranks.store import RANKS_TIMEOUT_S, collective_timeout_s
-from trainckpt.replicate.uploads import Uploads
 from trainckpt.save.arenas import SPARE_BYTES, ArenaUnavailable
 from trainckpt.save.checks import StaleModelCheck, TrackedNamesCheck
 from trainckpt.save.committer import ManifestDefaults, SnapshotCommitter, groups_key
 from trainckpt.save.copying import StateCopier
 from trainckpt.save.deduplication import IncrementalIndex, ReplicaCheck, SavePlanCache, verdict
-from trainckpt.save.replication_control import ReplicationControl
 from trainckpt.state import staging
 from trainckpt.state.capture import capture
 from trainckpt.state.overlap import only_stepped
@@ -52,9 +50,11 @@ if TYPE_CHECKING:
     from trainckpt.format.manifest import TensorEntry
     from trainckpt.format.shard_file import Region
     from trainckpt.ranks.store import RankStore
+    from trainckpt.replicate.uploads import Uploads
     from trainckpt.save.arenas import Arenas
     from trainckpt.save.encryption import SnapshotEncryption
     from trainckpt.save.estimates import Timings
+    from trainckpt.save.replication_control import ReplicationControl
     from trainckpt.state.captured import Captured
     from trainckpt.state.registry import Registry
     from trainckpt.storage.base import Tier
@@ -116,11 +116,11 @@ class SaveCoordinator:
         timings: Timings,
         arenas: Arenas,
         window_start: Callable[[], Cursor],
-        sealing: SnapshotEncryption | None = None,
-        uploads: Uploads | None = None,
-        replication: ReplicationControl | None = None,
-        saves_gradients: Callable[[], bool] = lambda: False,
-        blocks_step: bool = False,
+        sealing: SnapshotEncryption | None,
+        uploads: Uploads,
+        replication: ReplicationControl,
+        saves_gradients: Callable[[], bool],
+        blocks_step: bool,
     ) -> None:
         """Store the arguments; one connection to the store is opened.
 
@@ -128,8 +128,7 @@ class SaveCoordinator:
             tier, channel, registry, defaults, log, timings, arenas: Of the attempt.
             window_start: Returns the cursor at the beginning of the open window.
             sealing: Encrypts every file; None: nothing is encrypted.
-            uploads: None: there are no slower tiers.
-            replication: None: no replication was requested.
+            uploads, replication: Of the attempt; they may have nothing to do.
             saves_gradients: Returns True if saves without a stop may fall amid a window.
             blocks_step: A step waits until other hosts hold the state before it, so that at most
                 one is lost. For saves to memory at every step.
@@ -137,15 +136,14 @@ class SaveCoordinator:
         self.committed: tuple[str, Cursor] | None = None
         self.skipped = self._failures = 0  # failures in a row
         self.arenas = arenas
-        self.uploads = uploads or Uploads()
-        self.replication = replication or ReplicationControl(arenas, channel.world.rank)
+        self.uploads, self.replication = uploads, replication
         self._blocks_step = blocks_step
         self._channel = channel
         self._copier = StateCopier(
             registry,
-            self._prepare,
+            prepare=self._prepare,
+            before_step=self._before_step,
             num_threads=arenas.copy_threads,
-            hold=self._before_step,
             side=arenas.side,
         )
         self.references = IncrementalIndex(tier, channel.world.rank, registry)

@@ -13,13 +13,13 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.log import logger
-from trainckpt.state.device_copy import DeviceCopier
 from trainckpt.state.overlap import OverlappedCopy, StepFence
 from trainckpt.state.staging import TensorsChanged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from trainckpt.state.device_copy import DeviceCopier
     from trainckpt.state.registry import Registry
     from trainckpt.state.staging import Shard
 
@@ -93,29 +93,30 @@ class StateCopier:
     def __init__(
         self,
         registry: Registry,
-        prepare: Callable[[], None] = lambda: None,
         *,
-        num_threads: int = 1,
-        hold: Callable[[], None] = lambda: None,
-        side: DeviceCopier | None = None,
+        prepare: Callable[[], None],
+        before_step: Callable[[], None],
+        num_threads: int,
+        side: DeviceCopier,
     ) -> None:
         """Hook the optimizers' steps.
 
         Args:
             registry: The tracked state.
             prepare: Called once, before the second step, when all state exists.
+            before_step: Called before each step of the first optimizer; returns when the step may
+                go on.
             num_threads: Number of threads that copy.
-            hold: Called before each step of the first optimizer; returns when the step may go on.
             side: Copies from a GPU by itself.
         """
         self._first = registry.optimizers[0].optimizer if registry.optimizers else None
         self._choice = CopyChoice()
         self._num_threads = num_threads
-        self._side = side or DeviceCopier()
+        self._side = side
         self._fence = StepFence(self._on_step, self._side)
         self._overlapped: OverlappedCopy | None = None
         self._number = 0
-        self._prepare, self._before_step = prepare, hold
+        self._prepare, self._before_step = prepare, before_step
         self._steps = 0
         self._excluded: set[str] = set()  # tensors that something else was seen to change
 

@@ -35,10 +35,10 @@ from trainckpt.format.names import SNAPSHOTS, reached_file
 from trainckpt.snapshot import save_plan
 from trainckpt.snapshot.restore import Reader
 from trainckpt.snapshot.save_plan import equal_groups, plan_save
-from trainckpt.state import replicas, staging
+from trainckpt.state import staging, tensor_digests
 from trainckpt.state.captured import VALUES, add_values
-from trainckpt.state.replicas import checksums
 from trainckpt.state.staging import digests_of, source_of
+from trainckpt.state.tensor_digests import checksums
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -77,7 +77,7 @@ class ReplicaCheck:
         if self._world < 2:
             return {}
         self._is_whole = final or not self._number
-        groups = replicas.group_digests(
+        groups = tensor_digests.group_digests(
             captured,
             self._rank,
             self._world,
@@ -103,7 +103,7 @@ class ReplicaCheck:
             if self._rank == 0:
                 logger.warning(
                     "%s: the ranks' copies were equal and now differ; each rank saves its own",
-                    replicas.kind_of(group),
+                    tensor_digests.kind_of(group),
                 )
 
 
@@ -133,7 +133,7 @@ def compare(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         equal = equal_groups(reports)
         stepped = {kind for answer in answers for kind in answer.get("stepped", ())}
         differing = {group for report in reports for group in report} - set(equal)
-        apart = sorted(group for group in differing if replicas.kind_of(group) in stepped)
+        apart = sorted(group for group in differing if tensor_digests.kind_of(group) in stepped)
     return {"equal": equal, "apart": apart, "number": max(numbers) + 1}
 
 
@@ -182,7 +182,7 @@ class SavePlanCache:
         return self._plan
 
     def _make(self, captured: Captured, equal: Sequence[str]) -> CachedSavePlan:
-        layouts = replicas.split_layouts(captured, set(equal), self._world)
+        layouts = tensor_digests.split_layouts(captured, set(equal), self._world)
         regions = staging.regions_of(captured, layouts)
         entries = {r.tensor: TensorEntry(r.dtype, r.of, layouts.get(r.tensor)) for r in regions}
         return CachedSavePlan(plan_save(regions, layouts, rank=self._rank), entries)

@@ -41,10 +41,10 @@ class ReplicationControl:
         self,
         arenas: Arenas,
         rank: int,
-        replicator: Replicator | None = None,
-        make_local: Callable[[], Replicator] | None = None,
+        replicator: Replicator | None,
+        make_local: Callable[[], Replicator] | None,
     ) -> None:
-        """`make_local`: makes a replicator without other hosts."""
+        """`make_local`: makes a replicator without other hosts; None: there is none."""
         self.replicator = replicator
         self.seconds: float | None = None
         self.rereplication: Rereplication | None = None

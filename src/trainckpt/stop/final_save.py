@@ -34,6 +34,7 @@ from trainckpt.notice import OF_MACHINE
 from trainckpt.preemption import kubernetes
 from trainckpt.ranks.store import RANKS_TIMEOUT_S
 from trainckpt.replicate.uploads import CAUTION, UNLIMITED_S, UploadDeadline
+from trainckpt.save.committer import PRUNE_WITHIN_S
 from trainckpt.save.requests import merged, tags_of
 from trainckpt.state.staging import TensorsChanged
 
@@ -156,7 +157,6 @@ def why_not_save(everyone: Sequence[Mapping[str, Any]]) -> str:
 
 LOOK_AGAIN_S = 0.25
 LEAVE_S = 0.2  # of the time left, for the record and the exit
-TIDY_WITHIN_S = 5.0  # pruning must not miss a deadline
 IN_FLIGHT = "the previous save was still being written"
 
 
@@ -249,7 +249,7 @@ class FinalSave:
         failure = self._take_or_skip(_End(cursor, reason, deadline, stops=stops))
         left_s = _left_s(deadline)
         self._saver.join(left_s)
-        within_s = TIDY_WITHIN_S if left_s is None else min(left_s, TIDY_WITHIN_S)
+        within_s = PRUNE_WITHIN_S if left_s is None else min(left_s, PRUNE_WITHIN_S)
         self._saver.wait_for_retention(within_s)
         return failure
 

@@ -29,7 +29,7 @@ from trainckpt.ranks import threads
 from trainckpt.ranks.exchange import Exchange
 from trainckpt.ranks.store import DAY_S, RANKS_TIMEOUT_S
 from trainckpt.snapshot.save_plan import equal_groups, plan_save
-from trainckpt.state import replicas, staging
+from trainckpt.state import staging, tensor_digests
 from trainckpt.state.capture import capture
 from trainckpt.state.device_copy import DeviceCopier
 from trainckpt.state.overlap import only_stepped
@@ -77,7 +77,7 @@ class PartnerStateExchange:
 
     Attributes:
         owners: Ranks with a small state held by this rank.
-        gone: Why no more come, or "".
+        failure: Why no more come, or "".
     """
 
     def __init__(self, channel: RankStore, partners: Sequence[int]) -> None:
@@ -196,9 +196,9 @@ class StepHistory:
     """Step history of one rank of an attempt.
 
     Attributes:
-        alike: None before the first state.
+        replicated: Tensors of the newest state that other ranks have too; None before the first.
         progress: Counts boundaries and steps, to show that the training thread advances.
-        off: Why nothing is recorded any more, or "".
+        why_off: Why nothing is recorded any more, or "".
     """
 
     def __init__(
@@ -351,7 +351,7 @@ class StepHistory:
         known = self.replicated is not None and self.replicated.facts == facts
         if not known or self._number % COMPARED_EVERY == 0:
             sampled = stepped if known else ()
-            mine = replicas.group_digests(
+            mine = tensor_digests.group_digests(
                 captured, self._rank, self._world, sampled=sampled, number=self._number
             )
             key = f"moments/{self._number}"
@@ -361,7 +361,7 @@ class StepHistory:
                 others = self._channel.fold_keys(before) if self._rank == 0 else []
                 self._channel.forget([f"{before}/{self._rank}", *others])
             self._compared = self._number
-            layouts = replicas.split_layouts(captured, set(equal), self._world)
+            layouts = tensor_digests.split_layouts(captured, set(equal), self._world)
             regions = tuple(r for r in staging.regions_of(captured, layouts) if r.tensor in layouts)
             entries = {r.tensor: TensorEntry(r.dtype, r.of, layouts[r.tensor]) for r in regions}
             self.replicated = ReplicatedState(facts, layouts, regions, entries)

@@ -14,20 +14,26 @@ import.
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from trainckpt.errors import UnusableSnapshot
+from trainckpt.errors import TrainckptError, UnusableSnapshot
+from trainckpt.format import json_io
 from trainckpt.format.exactness import How, Restored
 from trainckpt.state.adapters.model import kept_elsewhere
+from trainckpt.state.captured import Captured
+from trainckpt.state.staging import tensor_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from trainckpt.state.captured import Captured, Saved
+    from trainckpt.state.captured import Saved
+
+    Spell = Callable[[dict[str, Any]], str]
 
 
 class GenericState:
@@ -68,6 +74,35 @@ class GenericState:
         if self.implied and self.name not in saved.values:
             return
         _load(self.target, saved.values[self.name], saved)
+
+    def compare(self, saved: Saved) -> list[Restored]:
+        """Return the saved state missing right after it was loaded, as one part."""
+        if self.name not in saved.values:
+            return []
+        if getattr(type(self.target), "__trainckpt_loads_in_steps__", False):
+            return []
+        live = Captured()
+        try:
+            self.capture(live)
+        except _NO_STATE as error:
+            why = f"{self.name} does not tell its state after it was loaded: {error}"
+            return [Restored(self.name, How.NOT_KEPT, why[:300])]
+        then = _leaves(saved.values[self.name], self.name, _spell(saved.tensors))
+        now = _leaves(live.values[self.name], self.name, _spell(live.tensors))
+        paths = sorted(
+            path
+            for path in then.keys() | now.keys()
+            if then.get(path) != now.get(path) and not _ran_on(path, then.get(path), now.get(path))
+        )
+        if not paths:
+            return []
+        more = f" and {len(paths) - _NAMED} more" if len(paths) > _NAMED else ""
+        kind = type(self.target).__qualname__
+        why = (
+            f"{self.name}: what a {kind} gives by state_dict() after load_state_dict() is not what "
+            f"was loaded: {', '.join(paths[:_NAMED])}{more}"
+        )
+        return [Restored(self.name, How.NOT_KEPT, why)]
 
 
 def _capture(state: Any, path: str, group: str, out: Captured) -> Any:
@@ -115,6 +150,65 @@ def live_objects(state: Any) -> dict[str, Any]:
         and not isinstance(value, (torch.Tensor, torch.nn.Module))
         and all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
     }
+
+
+# ---- a tracked object's state_dict, compared after loading
+#
+# A `load_state_dict` may drop a part, cast it, or defer it. The object's state after loading is
+# compared with the saved one, value by value and tensors by every byte. The order of a dict, list
+# versus tuple, and a clock's advance do not count.
+#
+# Objects of integrations may load in several steps, or derive their state_dict from later
+# registrations. They declare it (`__trainckpt_loads_in_steps__`), and are not compared.
+
+
+_NAMED = 3  # most paths named in a reason
+_NO_STATE = (
+    *(TrainckptError, RuntimeError, AttributeError),
+    *(TypeError, ValueError, LookupError),
+)
+_CLOCK = re.compile(r"(?:^|[._])(?:time|seconds|elapsed|duration|runtime)(?:$|[._])")
+
+
+def _spell(tensors: dict[str, torch.Tensor]) -> Spell:
+    def spell(node: dict[str, Any]) -> str:
+        names = node.get("parts", [node["$tensor"]])
+        found = [tensor_digest(tensors[name]) if name in tensors else "" for name in names]
+        return f"{found} {node.get('sparse')}"
+
+    return spell
+
+
+def _leaves(tree: Any, path: str, spell: Spell) -> dict[str, Any]:
+    """Return path -> value of an encoded tree; for an empty container the path alone."""
+    if isinstance(tree, dict) and "$tensor" in tree:
+        return {path: spell(tree)}
+    if isinstance(tree, dict) and tree.get("$") == "numpy" and isinstance(tree["of"], dict):
+        return {path: (tree["dtype"], tree["shape"], spell(tree["of"]))}
+    pairs: list[tuple[str, Any]]
+    if isinstance(tree, list):
+        pairs = [(str(number), item) for number, item in enumerate(tree)]
+    elif isinstance(tree, dict) and tree.get("$") == "dict":
+        pairs = [
+            (key if isinstance(key, str) else json_io.canonical(key).decode(), item)
+            for key, item in tree["of"]
+        ]
+    elif isinstance(tree, dict) and "$" not in tree:  # live objects in a state_dict
+        pairs = list(tree.items())
+    elif isinstance(tree, dict) and isinstance(tree["of"], list) and tree["$"] != "complex":
+        pairs = [(str(number), item) for number, item in enumerate(tree["of"])]
+    else:
+        return {path: tree}
+    found: dict[str, Any] = {} if pairs else {path: ()}
+    for key, item in pairs:
+        found.update(_leaves(item, f"{path}.{key}", spell))
+    return found
+
+
+def _ran_on(path: str, then: Any, now: Any) -> bool:
+    """Return True for a time value, by its name, if it has advanced since the save."""
+    are_times = type(then) is float and type(now) is float and _CLOCK.search(path) is not None
+    return are_times and now >= then
 
 
 COUNTS = ("_update_count", "_computed", "_forward_cache")

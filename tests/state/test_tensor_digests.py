@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from trainckpt.state.captured import Captured
-from trainckpt.state.replicas import PARTS, group_digests
+from trainckpt.state.tensor_digests import PARTS, group_digests
 
 NUM_BYTES = 4 * PARTS * 4096 + 12
 
