@@ -83,6 +83,9 @@ class Region:
     first_byte: int = 0
     digest: str = ""
 
+    def __hash__(self) -> int:
+        return hash(self.key)  # those of all fields would take as long as a small copy
+
     @property
     def box(self) -> Box:
         """Return its elements."""
@@ -169,7 +172,7 @@ class ShardHeader:
     header_bytes: int = field(default=0, compare=False)
     references: Mapping[str, str] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def data_bytes(self) -> int:
         """Return the bytes of all regions."""
         return sum(region.num_bytes for region in self.regions)

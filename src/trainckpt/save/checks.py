@@ -177,12 +177,11 @@ class StaleModelCheck:
 
     def note(self, step: int) -> None:
         """Note how often the optimizer of each model has stepped, as a save begins."""
-        known = self._registry.parameter_names()
         steps: dict[str, int] = {}
         for tracked in self._registry.optimizers:
             counts = counted_optimizer(tracked.optimizer) is not None
             taken = self._steps[id(tracked)] if counts else step
-            for model in {known.get(id(p), "").partition("/")[0] for p in tracked.parameters()}:
+            for model in self._registry.models_of(tracked):
                 steps[model] = max(taken, steps.get(model, 0))
         self._steps_at[step] = steps
 

@@ -78,6 +78,7 @@ class _Staged(NamedTuple):
     shard: staging.Shard | staging.StreamedShard
     entries: dict[str, TensorEntry]  # every tensor of this rank, for the manifest
     attempt: int  # as the ranks agreed
+    num_bytes: int  # of the whole state, not of this rank's part
 
 
 @dataclass(kw_only=True)
@@ -88,7 +89,7 @@ class _SaveInFlight:
     staged: _Staged | None  # None once the saving thread has taken it
     handle: SaveHandle
     begun_s: float  # monotonic
-    num_bytes: int  # of this rank's state
+    num_bytes: int  # of the whole state
     in_memory: bool  # kept in the hosts' memory, and written nowhere else
     is_final: bool  # the attempt ends with it
 
@@ -166,6 +167,7 @@ class SaveCoordinator:
         self._registry, self._defaults, self._timings = registry, defaults, timings
         self._window_start, self._saves_gradients = window_start, saves_gradients
         self._plan_cache = SavePlanCache(channel.world.rank, channel.world.size)
+        self._direct = staging.DirectCopies()
         self._replica_check = ReplicaCheck(channel.world.rank, channel.world.size)
         self.sequence = 0
         self._save: _SaveInFlight | None = None  # the one being written, or the last one
@@ -221,7 +223,6 @@ class SaveCoordinator:
                 self._tracked_names.check()
                 self._stale_models.note(cursor.step)
                 staged = self._stage(cursor, final=final, behind=behind, in_memory=in_memory)
-                num_bytes = weigh(self._registry, gradients=True).now
         except _Skipped as skipped:
             if handle.is_requested:
                 handle.defer(str(skipped))
@@ -259,7 +260,7 @@ class SaveCoordinator:
             staged=staged,
             handle=handle,
             begun_s=begun_s,
-            num_bytes=num_bytes,
+            num_bytes=staged.num_bytes,
             in_memory=in_memory,
             is_final=final,
         )
@@ -397,7 +398,7 @@ class SaveCoordinator:
             raise _Skipped("the previous save is still being written")
         plan = self._plan_cache.plan(captured, self._replica_check.equal_groups(agreed))
         shard = self._shard(captured, plan.regions, None if final else stepped, in_memory=in_memory)
-        return _Staged(captured, shard, plan.entries, agreed["attempt"])
+        return _Staged(captured, shard, plan.entries, agreed["attempt"], plan.num_bytes)
 
     def _shard(
         self,
@@ -416,13 +417,16 @@ class SaveCoordinator:
             "world": world.size,
             "references": {} if in_memory else find(captured, planned, final=final),
         }
-        planned = [region for region in planned if region.key not in facts["references"]]
+        if facts["references"]:
+            planned = [region for region in planned if region.key not in facts["references"]]
         if (not final or self.arenas.are_ready) and self.replication.can_reuse_arena():
             how = {**facts, **self._copier.stage_arguments(stepped or set())}
             memory, side = self.arenas.memory, self.arenas.side
             side.use(captured.tensors.values())
             with contextlib.suppress(ArenaUnavailable):
-                shard = staging.stage(captured, planned, memory=memory, side=side, **how)
+                shard = staging.stage(
+                    captured, planned, memory=memory, side=side, direct=self._direct, **how
+                )
                 shard.descriptor = self.arenas.descriptor
                 self._copier.begin(shard)
                 return shard

@@ -25,6 +25,7 @@ that fails changes nothing, unless a file has vanished: then the next save write
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainckpt.attempt.log import logger
@@ -148,10 +149,12 @@ class CachedSavePlan(NamedTuple):
     Attributes:
         regions: Regions this rank stores.
         entries: Manifest entry of each tensor it holds.
+        num_bytes: Bytes of these tensors, each whole.
     """
 
     regions: tuple[Region, ...]
     entries: dict[str, TensorEntry]
+    num_bytes: int
 
 
 class SavePlanCache:
@@ -160,7 +163,7 @@ class SavePlanCache:
     def __init__(self, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
         self._facts: Any = None
-        self._plan = CachedSavePlan((), {})
+        self._plan = CachedSavePlan((), {}, 0)
 
     def plan(self, captured: Captured, equal: Sequence[str]) -> CachedSavePlan:
         """Return the plan for this state, and add its values to it as one tensor.
@@ -170,8 +173,10 @@ class SavePlanCache:
             equal: Groups of tensors with equal replicas.
         """
         add_values(captured)
+        known = set(chain.from_iterable(block.names for block in captured.blocks))
         facts = (
-            [(name, tensor.dtype, tensor.shape) for name, tensor in captured.tensors.items()],
+            captured.blocks,
+            [(n, t.dtype, t.shape) for n, t in captured.tensors.items() if n not in known],
             captured.groups,
             captured.apart,
             captured.placed,
@@ -185,7 +190,8 @@ class SavePlanCache:
         layouts = tensor_digests.split_layouts(captured, set(equal), self._world)
         regions = staging.regions_of(captured, layouts)
         entries = {r.tensor: TensorEntry(r.dtype, r.of, layouts.get(r.tensor)) for r in regions}
-        return CachedSavePlan(plan_save(regions, layouts, rank=self._rank), entries)
+        num_bytes = sum(region.whole_bytes for region in regions)
+        return CachedSavePlan(plan_save(regions, layouts, rank=self._rank), entries, num_bytes)
 
 
 # ---- unchanged regions
@@ -233,7 +239,8 @@ class IncrementalIndex:
         """
         if final:
             self._known = self._existing(self._known)
-        if not self._known.held:
+        tensors = [r for r in planned if r.num_bytes >= save_plan.MIN_BYTES and r.tensor != VALUES]
+        if not self._known.held or not tensors:  # the values are read first
             return {}
         models = {model.name for model in self._registry.models}
         trained = self._registry.stepped_parameters()
@@ -241,7 +248,6 @@ class IncrementalIndex:
         def is_untrained(name: str) -> bool:  # a buffer, or frozen
             return name.partition("/")[0] in models and name.partition("#")[0] not in trained
 
-        tensors = [region for region in planned if region.tensor != VALUES]  # those are read first
         likely = list(save_plan.candidates(self._known, tensors, is_untrained))
         return save_plan.decide(self._known, planned, self._digests(captured, likely))
 

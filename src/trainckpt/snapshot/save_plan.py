@@ -80,8 +80,7 @@ def candidates(
     """
     for region in planned:
         key = region.key
-        held = known.held.get(key)
-        if held is None or region.num_bytes < MIN_BYTES:
+        if region.num_bytes < MIN_BYTES or (held := known.held.get(key)) is None:
             continue
         needed = known.needed.get(key)
         if needed is None:

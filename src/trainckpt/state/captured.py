@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainckpt.format.layout import Box, Layout
+    from trainckpt.state.known_tensors import Block
     from trainckpt.state.parallel_copy import CopyBatch
     from trainckpt.state.zero_copy import AdoptedTensors
 
@@ -57,6 +58,8 @@ class Captured:
             regular layout.
         apart: Group of tensors present only at some boundaries -> its number, from 1.
         values: Part of the state -> encoded values.
+        spelled: (part, key) -> canonical JSON of `values[part][key]`, where it is known.
+        blocks: Tensors captured as in an earlier capture, or kept for the next one.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -64,6 +67,8 @@ class Captured:
     apart: dict[str, int] = field(default_factory=dict)
     placed: dict[str, Placed] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
+    spelled: dict[tuple[str, str], bytes] = field(default_factory=dict)
+    blocks: list[Block] = field(default_factory=list)
 
     def add(self, name: str, tensor: torch.Tensor, group: str = "") -> dict[str, Any]:
         """Add a tensor, and return its JSON node.
@@ -374,7 +379,7 @@ def add_values(captured: Captured) -> None:
     Raises:
         UnknownValue: They exceed the limit of a resume.
     """
-    text = json_io.canonical(captured.values)
+    text = spell(captured)
     text += b" " * (-len(text) % VALUES_STEP_BYTES)
     if len(text) > MAX_VALUES_BYTES:
         sizes = {part: len(json_io.canonical(tree)) for part, tree in captured.values.items()}
@@ -385,6 +390,26 @@ def add_values(captured: Captured) -> None:
             hint=f"let {most} keep it in tensors or NumPy arrays",
         )
     captured.tensors[VALUES] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def spell(captured: Captured) -> bytes:
+    """Return the canonical JSON of all values; known texts are not made anew."""
+    with_texts = {part for part, _ in captured.spelled}
+    texts = []
+    for part, tree in sorted(captured.values.items()):
+        if part in with_texts:
+            keys = {
+                k: captured.spelled.get((part, k)) or json_io.canonical(v) for k, v in tree.items()
+            }
+            text = _object(sorted(keys.items()))
+        else:
+            text = json_io.canonical(tree)
+        texts.append((part, text))
+    return _object(texts)
+
+
+def _object(texts: list[tuple[str, bytes]]) -> bytes:
+    return b"{" + b",".join(json_io.canonical(key) + b":" + text for key, text in texts) + b"}"
 
 
 def parse_values(raw: torch.Tensor) -> dict[str, Any]:

@@ -25,6 +25,7 @@ import xxhash
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trainckpt.state.device_copy import DeviceCopier
+from trainckpt.state.known_tensors import LEAST_BYTES
 from trainckpt.state.step_hooks import calls_hooks, untraced
 from trainckpt.storage.file_io import at_address
 
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from trainckpt.state.captured import Captured
     from trainckpt.state.registry import Registry
 
-LEAST_BYTES = 64 << 10  # below: a copy is quicker than its bookkeeping
 CHUNK_BYTES = 16 << 20  # so that two threads can share a tensor
 FENCE_WITHIN_S = 5.0  # a proof waits so long for a step; then it is made during training
 LOOK_S = 0.5  # interval of looking for a chunk that another thread left
@@ -60,12 +60,15 @@ def only_stepped(captured: Captured, registry: Registry, kinds: Collection[str] 
 
     `kinds`: kinds of devices, besides the CPU, with copies of their own.
     """
+    small = frozenset().union(*(block.small for block in captured.blocks))
+    names = [n for n in captured.tensors if n not in small and _can(captured.tensors[n], kinds)]
+    if not names:
+        return set()
     hooked = [o for o in registry.optimizers if calls_hooks(o.optimizer)]
     stepped = {id(p) for o in hooked for p in o.parameters()}
     found = {n for m in registry.models for n, p in m.parameters() if id(p) in stepped}
     groups = {o.name for o in hooked}
-    names = found | {name for name, group in captured.groups.items() if group in groups}
-    return {n for n in names & captured.tensors.keys() if _can(captured.tensors[n], kinds)}
+    return {name for name in names if name in found or captured.groups.get(name) in groups}
 
 
 class OverlappedCopy:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -43,9 +44,12 @@ from trainckpt.state.dtensor import training_device
 from trainckpt.state.plain_tensors import PlainTensors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from trainckpt.data.loader import TrackedLoader
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 # Parts of a snapshot belonging to no tracked object.
 RESERVED = frozenset(
@@ -85,6 +89,10 @@ class Registry:
         self.bucket_orders: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self.as_saved: WeakSet[nn.Module] = WeakSet()
         self._owners: dict[int, str] = {}
+        # Sizes of parameter groups, walks and parameters, for which the tables in `_found` hold.
+        self._proof: tuple[list[list[int]], list[Any]] = ([], [])
+        self._found: dict[str, Any] = {}
+        self._is_unchanged = False
 
     def add(self, name: str, value: Any) -> None:
         """Track `value` under `name`; the items of a list become `name.0`, `name.1`, ...
@@ -234,31 +242,75 @@ class Registry:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Return a context in which no model gains or loses a tensor, such as one boundary.
+        """Return a context in which no model or optimizer gains or loses a parameter.
 
-        Training thread.
+        Such as one boundary. Training thread.
         """
         with ExitStack() as stack:
             for model in self.models:
                 stack.enter_context(model.unchanged())
-            yield
+            sizes = [
+                [len(group["params"]) for group in optimizer.optimizer.param_groups]
+                for optimizer in self.optimizers
+            ]
+            objects: list[object] = [model.walk for model in self.models]
+            objects += [p for optimizer in self.optimizers for p in optimizer.parameters()]
+            if sizes != self._proof[0] or not _are_same(objects, self._proof[1]):
+                self._proof, self._found = (sizes, objects), {}
+            self._is_unchanged = True
+            try:
+                yield
+            finally:
+                self._is_unchanged = False
+
+    def _once(self, what: str, find: Callable[[], dict[K, V]]) -> dict[K, V]:
+        """Return a table of parameters, made once as long as `unchanged` finds the same ones."""
+        if not self._is_unchanged:
+            return find()
+        if what not in self._found:
+            self._found[what] = find()
+        found: dict[K, V] = self._found[what]
+        return found
 
     def parameter_names(self) -> dict[int, str]:
         """Return id(parameter) -> full name, for the parameters of all tracked models."""
-        return {id(p): name for model in self.models for name, p in model.parameters()}
+        return self._once(
+            "names",
+            lambda: {id(p): name for model in self.models for name, p in model.parameters()},
+        )
 
     def model_parameters(self) -> dict[str, torch.Tensor]:
         """Return full name -> parameter, for all tracked models."""
-        return {name: p for model in self.models for name, p in model.parameters()}
+        return self._once(
+            "parameters",
+            lambda: {name: p for model in self.models for name, p in model.parameters()},
+        )
 
     def stepped_parameters(self) -> dict[str, torch.Tensor]:
         """Return full name -> model parameter, for those stepped by a tracked optimizer."""
+        return self._once("stepped", self._find_stepped)
+
+    def _find_stepped(self) -> dict[str, torch.Tensor]:
         stepped = {id(p) for optimizer in self.optimizers for p in optimizer.parameters()}
         return {name: p for name, p in self.model_parameters().items() if id(p) in stepped}
 
+    def models_of(self, optimizer: OptimizerState) -> list[str]:
+        """Return the models with parameters of this optimizer; "" for parameters of none."""
+        return self._once("models", self._find_models)[optimizer.name]
+
+    def _find_models(self) -> dict[str, list[str]]:
+        known = self.parameter_names()
+        return {
+            each.name: sorted({known.get(id(p), "").partition("/")[0] for p in each.parameters()})
+            for each in self.optimizers
+        }
+
     def trained_parameters(self) -> dict[str, torch.Tensor]:
         """Return name -> tensor, for all parameters of models, and else of optimizers."""
-        found = self.model_parameters()
+        return self._once("trained", self._find_trained)
+
+    def _find_trained(self) -> dict[str, torch.Tensor]:
+        found = dict(self.model_parameters())
         seen = {id(p) for p in found.values()}
         for optimizer in self.optimizers:
             for i, group in enumerate(optimizer.optimizer.param_groups):
@@ -311,6 +363,11 @@ class Registry:
     def _identity(value: object) -> int:
         value = unwrap(value) if isinstance(value, nn.Module) else unwrap_optimizer(value)
         return id(value)
+
+
+def _are_same(objects: Sequence[object], then: Sequence[object]) -> bool:
+    """Return True for the same objects in the same order."""
+    return len(objects) == len(then) and all(map(operator.is_, objects, then))
 
 
 def _is_like_a_metric(module: nn.Module) -> bool:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from trainckpt.state.captured import Captured, Placed
+    from trainckpt.state.known_tensors import Block
 
 _NAMES = {
     torch.float64: "F64",
@@ -205,6 +206,7 @@ def stage(
     later: Collection[str] = (),
     side: DeviceCopier | None = None,
     digests: bool = False,
+    direct: DirectCopies | None = None,
 ) -> Shard:
     """Copy `regions` of the captured tensors to their positions in one shard file.
 
@@ -218,6 +220,7 @@ def stage(
         side: Copies from a GPU. None: no GPU copies.
         digests: Also digest the regions copied by this thread, while they are in a cache. It
             slows this thread: for hosts with no free core.
+        direct: The small copies of earlier saves, planned once.
     """
     header = _laid_out(tuple(regions), rank, world, tuple((references or {}).items()))
     side = side or _NO_SIDE
@@ -227,7 +230,10 @@ def stage(
     begin = torch.frombuffer(shard.data, dtype=torch.uint8).data_ptr() if len(shard.data) else 0
     by_device = []
     digests = digests and torch.get_num_threads() == 1  # else torch's threads share the copy
-    for region in header.regions:
+    runs, others = (direct or DirectCopies()).plan(captured, header)
+    for first_byte, address, num_bytes in runs:
+        ctypes.memmove(begin + first_byte, address, num_bytes)
+    for region in others:
         if not region.num_bytes:
             continue
         source, target = source_of(captured, region), begin + region.first_byte
@@ -245,6 +251,34 @@ def stage(
             _place(shard.data, region).copy_(source)
     side.copy(by_device)
     return shard
+
+
+class DirectCopies:
+    """The small copies from tensors that an earlier save had at the same addresses.
+
+    They are planned once, as long as header and captured blocks are the same objects.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[ShardHeader, list[Block]] | None = None
+        self._plan: tuple[list[tuple[int, int, int]], list[Region]] = [], []
+
+    def plan(
+        self, captured: Captured, header: ShardHeader
+    ) -> tuple[list[tuple[int, int, int]], list[Region]]:
+        """Return (first byte in the file's data, address, bytes) of each, and the other regions."""
+        key = self._key
+        if key is None or key[0] is not header or key[1] != captured.blocks:
+            small = frozenset().union(*(block.small for block in captured.blocks))
+            runs, others = list[tuple[int, int, int]](), list[Region]()
+            for region in header.regions:
+                source = source_of(captured, region) if region.tensor in small else None
+                if source is not None and source.is_cpu and source.is_contiguous():
+                    runs.append((region.first_byte, source.data_ptr(), source.nbytes))
+                else:
+                    others.append(region)
+            self._key, self._plan = (header, captured.blocks), (runs, others)
+        return self._plan
 
 
 def _copied(target: int, source: torch.Tensor) -> str:

@@ -18,6 +18,8 @@ from torch import nn
 from trainckpt.state import dtensor, tensor_subclasses
 from trainckpt.state.adapters import ddp, fsdp
 from trainckpt.state.captured import in_memory_order, inner_tensors, memory_order
+from trainckpt.state.known_tensors import KnownTensors
+from trainckpt.state.module_walk import ModuleWalk
 from trainckpt.state.parallel_copy import CopyBatch
 
 if TYPE_CHECKING:
@@ -79,7 +81,9 @@ class ModelState:
         self.module = ddp.unwrap(module)
         self._ddp = ddp.wrapped_in(module)
         self.excluded: frozenset[str] = frozenset()
-        self._listed: dict[str, Any] | None = None  # a cache inside `unchanged`
+        self._walk: ModuleWalk | None = None  # the newest inside `unchanged`
+        self._is_unchanged = False
+        self._known = KnownTensors()
         self._empty: set[str] = set()  # buffers still None at the first restore
 
     @property
@@ -97,16 +101,26 @@ class ModelState:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Return a context in which the module gains or loses no tensor: it is walked only once."""
-        self._listed = {}
+        """Return a context in which the module gains or loses no tensor: it is walked only once.
+
+        The walk of the context before is used again if the module has changed nothing since.
+        """
+        if self._walk is None or not self._walk.is_current():
+            self._walk = ModuleWalk(self.module)
+        self._is_unchanged = True
         try:
             yield
         finally:
-            self._listed = None
+            self._is_unchanged = False
 
-    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield each parameter once, by its full name `<tracked name>/<module path>`."""
-        yield from self._once("parameters", lambda: self._full_names(fsdp.parameters(self.module)))
+    @property
+    def walk(self) -> ModuleWalk | None:
+        """The walk that is valid now; None outside `unchanged`."""
+        return self._walk if self._is_unchanged else None
+
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return each parameter once, by its full name `<tracked name>/<module path>`."""
+        return self._once("parameters", lambda: self._full_names(fsdp.parameters(self.module)))
 
     def names(self) -> list[str]:
         """Return the name of every parameter and buffer, once; also of buffers still None."""
@@ -133,26 +147,39 @@ class ModelState:
 
     def capture(self, out: Captured) -> None:
         """Add parameters, buffers, extra state and the tied names."""
-        parameters = list(self.parameters())
-        for name, parameter in parameters:
-            self._add(out, name, parameter, f"{self.name} parameters")
-        orders = {}
-        for name, buffer in self._buffers():
-            self._add(out, name, buffer, f"{self.name} buffers")
-            order = memory_order(buffer) if _is_dense(buffer) else []
-            if order:
-                orders[name] = order
+        facts = self._capture_tensors(out)
         extra = {
             path: out.encode(module.get_extra_state(), f"{self.name}<extra>/{path}")
             for path, module in self._with_extra().items()
         }
-        out.values[self.name] = {"tied": self._tied(), "extra": extra, **self._of_buffers()}
-        out.values[self.name]["orders"] = orders
-        out.values[self.name][FROZEN] = [n for n, p in parameters if not p.requires_grad]
-        if found := self._subclasses():
-            out.values[self.name]["subclasses"] = found
+        out.values[self.name] = {**facts, "tied": self._tied(), "extra": extra}
+        out.values[self.name] |= self._of_buffers()
         if self.excluded:
             out.values[self.name]["excluded"] = sorted(self.excluded)
+
+    def _capture_tensors(self, out: Captured) -> dict[str, Any]:
+        """Add parameters and buffers; return what else is stored of them."""
+        parameters, buffers = self.parameters(), self._buffers()
+        sources = [tensor for _, tensor in (*parameters, *buffers)]
+        structure = ([name for name, _ in (*parameters, *buffers)], [len(parameters)])
+        known = None if self.excluded else self._known.recall(out, structure, sources)
+        if known is not None:
+            return dict(known)
+        before, orders = len(out.tensors), dict[str, list[int]]()
+        for name, parameter in parameters:
+            self._add(out, name, parameter, f"{self.name} parameters")
+        for name, buffer in buffers:
+            self._add(out, name, buffer, f"{self.name} buffers")
+            order = memory_order(buffer) if _is_dense(buffer) else []
+            if order:
+                orders[name] = order
+        frozen = [name for name, parameter in parameters if not parameter.requires_grad]
+        found: dict[str, Any] = {"orders": orders, FROZEN: frozen}
+        if subclasses := self._subclasses():
+            found["subclasses"] = subclasses
+        if not self.excluded:
+            self._known.learn(out, structure, sources, before=before, result=found)
+        return found
 
     def _add(self, out: Captured, name: str, tensor: torch.Tensor, group: str) -> None:
         if name in self.excluded:
@@ -169,7 +196,8 @@ class ModelState:
         return {
             name: described
             for name, tensor in named
-            if (described := tensor_subclasses.describe(tensor)) is not None
+            if type(tensor) not in dtensor.PLAIN
+            and (described := tensor_subclasses.describe(tensor)) is not None
         }
 
     def problems(self) -> list[str]:
@@ -321,12 +349,11 @@ class ModelState:
         return [(self._full(path), value) for path, value in found]
 
     def _once(self, what: str, find: Callable[[], T]) -> T:
-        listed = self._listed
-        if listed is None:
+        if (walk := self.walk) is None:
             return find()
-        if what not in listed:
-            listed[what] = find()
-        found: T = listed[what]
+        if what not in walk.found:
+            walk.found[what] = find()
+        found: T = walk.found[what]
         return found
 
     def _full(self, path: str) -> str:
@@ -342,6 +369,9 @@ class ModelState:
 
     def _of_buffers(self) -> dict[str, Any]:
         """Return the buffers outside a `state_dict` and the tied ones, for exports of the model."""
+        return self._once("of buffers", self._find_of_buffers)
+
+    def _find_of_buffers(self) -> dict[str, Any]:
         transient = [
             fsdp.plain_path(f"{path}.{name}" if path else name)
             for path, part in self._modules(remove_duplicate=False)
@@ -356,6 +386,9 @@ class ModelState:
         return {"transient": sorted(transient), "tied buffers": tied}
 
     def _tied(self) -> dict[str, str]:
+        return self._once("tied", self._find_tied)
+
+    def _find_tied(self) -> dict[str, str]:
         first: dict[int, str] = {}
         tied: dict[str, str] = {}
         for path, parameter in fsdp.parameters(self.module, remove_duplicate=False):

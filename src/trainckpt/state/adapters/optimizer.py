@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainckpt.format import json_io
 from trainckpt.format.exactness import How, Restored
 from trainckpt.state import dtensor
+from trainckpt.state.known_tensors import KnownTensors
 from trainckpt.state.parallel_copy import CopyBatch
 from trainckpt.state.values import UnknownValue
 
@@ -58,6 +61,7 @@ class OptimizerState:
         self.undone: list[str] = []
         self._made = [_made(group) for group in optimizer.param_groups]
         self._put: dict[tuple[int, Any], torch.Tensor] = {}  # by the last `apply`
+        self._known = KnownTensors()
 
     def parameters(self) -> list[torch.Tensor]:
         """Return every parameter of every group, in order."""
@@ -96,6 +100,8 @@ class OptimizerState:
         """Add groups and per-parameter state; `names` maps id(parameter) to its full name."""
         known, group = self._names(names), self.name
         out.apart[group] = 1
+        kind = type(self.optimizer).__qualname__  # only ever compared
+        out.values[group] = {"kind": kind, "state": self._capture_state(out, known)}
         groups = [
             {
                 "options": out.encode(_options(group), f"{self.name}/group{i}", self.name),
@@ -103,20 +109,10 @@ class OptimizerState:
             }
             for i, group in enumerate(self.optimizer.param_groups)
         ]
-        met: dict[int, Any] = {}  # tensors shared as the state of several parameters
-        state = {
-            known[id(p)]: [
-                self._capture(out, known[id(p)], key, value, met)
-                for key, value in self._items(known[id(p)], items)
-            ]
-            for p, items in self.optimizer.state.items()
-            if id(p) in known
-        }
         for name, parameter in self.untracked(names).items():
             out.add(name, parameter, self.name)
-        kind = type(self.optimizer).__qualname__  # only ever compared
         made = out.encode(self._made, f"{self.name}/made", self.name)
-        out.values[self.name] = {"kind": kind, "groups": groups, "state": state, "made": made}
+        out.values[self.name] |= {"groups": groups, "made": made}
         own = [
             [out.encode(key, self.name), out.encode(value, self._path("own", key), group)]
             for key, value in self.optimizer.state.items()
@@ -127,6 +123,32 @@ class OptimizerState:
         if (number := _number(self.optimizer)) is not None:
             holder, attribute = number
             out.values[self.name]["number"] = out.encode(getattr(holder, attribute), self.name)
+
+    def _capture_state(self, out: Captured, known: Mapping[int, str]) -> dict[str, list[Any]]:
+        """Add the state of every parameter; return its nodes by the parameter's name."""
+        held = [
+            (known[id(p)], items) for p, items in self.optimizer.state.items() if id(p) in known
+        ]
+        dicts = [items for _, items in held if type(items) is dict]
+        keys = list(chain.from_iterable(dicts))
+        structure = ([name for name, _ in held], list(map(len, dicts)), keys)
+        sources = list(chain.from_iterable(map(dict.values, dicts)))
+        is_plain = len(dicts) == len(held) and all(type(key) is str for key in keys)
+        found = self._known.recall(out, structure, sources) if is_plain else None
+        if found is None:
+            before, met = len(out.tensors), dict[int, Any]()  # tensors shared by several parameters
+            state = {
+                name: [
+                    self._capture(out, name, key, value, met)
+                    for key, value in self._items(name, items)
+                ]
+                for name, items in held
+            }
+            found = state, json_io.canonical(state)
+            if is_plain:
+                self._known.learn(out, structure, sources, before=before, result=found)
+        state, out.spelled[self.name, "state"] = found
+        return state
 
     def _items(self, parameter: str, items: Any) -> Iterable[tuple[Any, Any]]:
         if not isinstance(items, dict):
@@ -272,8 +294,10 @@ class OptimizerState:
         known = self._names(names)
         return {known[id(p)]: p for p in self.parameters() if id(p) not in names}
 
-    def _names(self, names: Mapping[int, str]) -> dict[int, str]:
+    def _names(self, names: Mapping[int, str]) -> Mapping[int, str]:
         """Return this optimizer's parameter names; by position for those of no tracked model."""
+        if all(id(parameter) in names for parameter in self.parameters()):
+            return names
         known = dict(names)
         for i, group in enumerate(self.optimizer.param_groups):
             for j, parameter in enumerate(group["params"]):
