@@ -24,6 +24,11 @@ class Keeper:
     def __init__(self, **values):
         vars(self).update(values)
 
+class Loader:
+    __module__ = "trainckpt.data.loader"
+    def __iter__(self): return self
+    def __next__(self): return 0
+
 """
 LOOP = """
 {before}
@@ -111,6 +116,16 @@ TENSORS = {
     ),
     "in an object": ("k = Keeper(h=torch.zeros(2), n=1)", "k.h = k.h + 1", "k.h"),
     "in an object in it": ("k = Keeper(h=Keeper(h=torch.zeros(2)))", "k.h.h += 1", "k.h"),
+    "a stream of its own": (
+        "def stream():\n    for i in range(99):\n        yield i\nh = stream()",
+        "print(next(h))",
+        "h",
+    ),
+    "a stream of a permutation": (
+        "def stream():\n    while True:\n        yield from torch.randperm(9)\nh = stream()",
+        "print(next(h))",
+        "h",
+    ),
     "of another attempt": ("torch.manual_seed(attempt)\nh = torch.rand(4)", "print(h)", "h"),
 }
 
@@ -179,6 +194,22 @@ ALIKE = {
     ),
     "a frozen module": ("torch.manual_seed(0)\nm = nn.Linear(2, 2)", "m(torch.ones(2))"),
     "a generator": ("g = torch.Generator()", "torch.rand((), generator=g)"),
+    "a stream that the script moves on": (
+        "def stream(i):\n    while True:\n        i += 1\n        yield i\nh = stream(attempt * 9)",
+        "next(h)",
+    ),
+    "a stream without a position": (
+        "def stream():\n    while True:\n        yield torch.rand(1)\nh = stream()\nnext(h)",
+        "next(h)",
+    ),
+    "a stream of tracked batches": (
+        (
+            "def stream():\n    while True:\n"
+            "        for i, b in enumerate(zip(Loader(), range(9))):\n            yield i\n"
+            "h = stream()"
+        ),
+        "next(h)",
+    ),
     "a bar of another package": (
         "bar = type('Bar', (), {'__module__': 'bars'})()\nbar.n = 0",
         "bar.n += 1",

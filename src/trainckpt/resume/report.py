@@ -167,7 +167,8 @@ def seen_since(otherwise: ResumeDrift) -> list[Restored]:
             "variables of the script are not restored, and these are not as when it was saved: "
             f"{_some(otherwise.variables)}. Pass a module, optimizer or scheduler to the "
             "Checkpointer by name; keep a tensor on an object, and track it with "
-            "trainckpt.Attributes"
+            "trainckpt.Attributes; let a generator of data loop over ckpt.loader(...), or begin it "
+            "at ckpt.cursor"
         )
         found += _not_kept("variables", [why])
     if otherwise.generators:

@@ -7,7 +7,8 @@ tensors, and of each other one that has changed since. After a resume, at the bo
 snapshot, those with another sketch are named.
 
 Tensors, modules, optimizers and schedulers make a resume inexact. Numbers and texts are worth a
-hint alone, since many are only printed.
+hint alone, since many are only printed. A generator of the script, such as its own stream of data,
+makes it inexact if it stands again where it stood at the first boundary.
 
 Only plain loops are looked at: those of frameworks keep their variables elsewhere.
 """
@@ -34,7 +35,7 @@ class Differing(NamedTuple):
     """Names of variables, and of attributes of objects in variables.
 
     Attributes:
-        tensors: Those with tensors, and modules, optimizers and schedulers.
+        tensors: Those with tensors, modules, optimizers and schedulers, and generators.
         numbers: All others.
     """
 
@@ -67,28 +68,38 @@ class ScriptVariables:
         sketcher = Sketcher(self._registry)
         tensors: dict[str, dict[str, str]] = {}
         numbers: dict[str, dict[str, str]] = {}
+        positions: dict[str, dict[str, str]] = {}  # where the generators stood that have advanced
         for variable, value in _values(self._begun):
             begun = self._begun[variable]
             for attribute, sketch in (sketcher.of(value) or {}).items():
-                if sketch.holds_tensors:
+                if sketch.is_position:
+                    first = begun.get(attribute)
+                    if first is not None and first != sketch:
+                        positions.setdefault(variable, {})[attribute] = first.digest
+                elif sketch.holds_tensors:
                     tensors.setdefault(variable, {})[attribute] = sketch.digest
                 elif variable in self._always or sketch != begun.get(attribute):
                     numbers.setdefault(variable, {})[attribute] = sketch.digest
         if tensors or numbers:
             out.values[PART] = {"tensors": tensors, "numbers": numbers}
+        if positions:
+            out.values.setdefault(PART, {"tensors": {}, "numbers": {}})["positions"] = positions
 
     def differing(self, saved: Saved) -> Differing:
         """Return the variables that are not as they were when the snapshot was saved."""
         stored = saved.values.get(PART)
         if stored is None or not saved.is_own:
             return Differing([], [])
-        variables = {*stored["tensors"], *stored["numbers"]}
-        self._always |= variables
+        positions = stored.get("positions", {})
+        variables = {*stored["tensors"], *stored["numbers"], *positions}
+        self._always |= variables - positions.keys()
         sketcher = Sketcher(self._registry)
         live = dict[str, dict[str, Sketch]]()
         for name, value in _values(variables):
             live[name] = sketcher.of(value) or {}
-        return Differing(*(_others(stored[kind], live) for kind in Differing._fields))
+        found = Differing(*(_others(stored[kind], live) for kind in Differing._fields))
+        again = _others(positions, live, equal=True)
+        return found._replace(tensors=sorted({*found.tensors, *again}))
 
 
 def hint(numbers: Collection[str]) -> str:
@@ -111,14 +122,16 @@ def _values(variables: Collection[str]) -> Iterator[tuple[str, Any]]:
             yield variable, names[name]
 
 
-def _others(stored: dict[str, dict[str, str]], live: dict[str, dict[str, Sketch]]) -> list[str]:
-    """Return the names whose live sketch is another one, or missing."""
+def _others(
+    stored: dict[str, dict[str, str]], live: dict[str, dict[str, Sketch]], *, equal: bool = False
+) -> list[str]:
+    """Return the names whose live sketch is another one, or missing; with `equal`, the same one."""
     found = []
     for variable, sketches in stored.items():
         name, now = variable.rpartition(".")[2], live.get(variable)
         if now is None:  # not there, in another script
             continue
         for attribute, saved in sketches.items():
-            if attribute not in now or now[attribute].digest != saved:
+            if (attribute in now and now[attribute].digest == saved) == equal:
                 found.append(f"{name}.{attribute}" if attribute else name)
     return sorted(found)

@@ -6,6 +6,7 @@ tensors, arrays     type, shape and some thousand elements
 containers          length, and items at both ends, a few levels deep
 modules, optimizers some elements of some tensors, except those that are tracked
 schedulers, scalers their numbers
+generators          of the script's own functions: where they stand, and their variables
 objects             of the script's own classes, and namespaces: one sketch for each attribute
 
 Values of other kinds count by their type, inside a container, or have no sketch.
@@ -13,8 +14,11 @@ Values of other kinds count by their type, inside a container, or have no sketch
 
 from __future__ import annotations
 
+import collections.abc
+import gc
 import os
 import time
+import types
 from collections import deque
 from enum import Enum
 from functools import cache, cached_property
@@ -46,6 +50,8 @@ _TENSORS = 64  # compared of one value
 _TEXT = 1024  # characters compared at each end of a text
 _ELEMENTS = 64  # of each tensor of a module
 _NAMESPACES = ("Namespace", "SimpleNamespace")  # of argparse and of types
+_STANDS_ON = (collections.abc.Iterator, types.FrameType, tuple)  # zip has a tuple of iterators
+_LOOPS = 6  # a generator over zip over enumerate over a loader
 _CLOCK_S = (1e9, 1e10)  # seconds since 1970
 
 
@@ -54,10 +60,12 @@ class Sketch(NamedTuple):
 
     Attributes:
         holds_tensors: Of more than one element, or a module, optimizer or scheduler.
+        is_position: A generator, which goes on from where it stands.
     """
 
     digest: str
     holds_tensors: bool
+    is_position: bool = False
 
 
 class Sketcher:
@@ -135,7 +143,7 @@ class _Drawing:
         self._sketcher = sketcher
         self._tensors: list[Any] = []
         self._of_modules: list[torch.Tensor] = []
-        self._has_state, self._room = False, _PARTS
+        self._has_state, self._is_position, self._room = False, False, _PARTS
 
     def finish(self, tree: Any) -> Sketch:
         """Return the sketch of the value of this tree."""
@@ -143,7 +151,7 @@ class _Drawing:
         if self._tensors:
             blocks.append(plain_tensors.sample(self._tensors).encode())
         holds = self._has_state or any(_num_elements(tensor) > 1 for tensor in self._tensors)
-        return Sketch(digest.digest_blocks(blocks)[:16], holds)
+        return Sketch(digest.digest_blocks(blocks)[:16], holds, self._is_position)
 
     def tree(self, value: Any, depth: int) -> Any:
         """Return plain lists for a value, and note its tensors; None for one without a sketch."""
@@ -159,6 +167,8 @@ class _Drawing:
             return self._tensor(value)
         if issubclass(kind, (*_SEQUENCES, *_SETS, dict)):
             return self._container(value, depth)
+        if kind is types.GeneratorType and depth == 0:
+            return self._generator(value)
         draw, names = self._drawn_by(kind), attributes_of(value)
         if (draw is None and names is None) or self._sketcher.is_tracked(value):
             return None
@@ -174,6 +184,16 @@ class _Drawing:
             if issubclass(kind, base):
                 return draw
         return None
+
+    def _generator(self, value: types.GeneratorType[Any, Any, Any]) -> Any:
+        """Return where a generator stands; None for one of a package, or over a tracked loader."""
+        frame = value.gi_frame
+        if frame is None or not randomness.is_own_module(frame.f_globals.get("__name__", "")):
+            return None
+        if _reads_tracked_loader(value):
+            return None
+        self._is_position = True
+        return frame.f_lasti, self._container(dict(frame.f_locals), 1)
 
     def _number(self, value: Any) -> Any:
         if type(value).__name__ == "ndarray":
@@ -237,6 +257,27 @@ class _Drawing:
         self._has_state = True
         self._of_modules += tensors[:: max(1, len(tensors) // (_TENSORS // 2))]
         return kind, len(tensors)
+
+
+def _reads_tracked_loader(generator: object) -> bool:
+    """Return True for a generator in the middle of a loop over a tracked loader.
+
+    The iterators of its loops lie on its stack, which only the garbage collector reads.
+    """
+    level, known = [generator], {id(generator)}
+    for _ in range(_LOOPS):
+        found = [one for each in level for one in gc.get_referents(each) if id(one) not in known]
+        if any(_is_of_trainckpt(one) for one in found):
+            return True
+        level = [one for one in found if isinstance(one, _STANDS_ON)]
+        known.update(map(id, level))
+    return False
+
+
+def _is_of_trainckpt(value: object) -> bool:
+    frame = value.gi_frame if isinstance(value, types.GeneratorType) else None
+    name = type(value).__module__ if frame is None else frame.f_globals.get("__name__", "")
+    return str(name).partition(".")[0] == "trainckpt" and not isinstance(value, type)
 
 
 def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
