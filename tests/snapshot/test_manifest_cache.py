@@ -23,7 +23,9 @@ def loads(monkeypatch):
     """What was really parsed."""
     found, load = [], manifests.load
     monkeypatch.setattr(
-        manifests, "load", lambda data, what: found.append(what) or load(data, what)
+        manifests,
+        "load",
+        lambda data, what, **more: found.append(what) or load(data, what, **more),
     )
     return found
 

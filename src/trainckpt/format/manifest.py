@@ -375,8 +375,11 @@ def _dump_files(files: Sequence[FileEntry], *, whole: bool) -> dict[str, Any]:
     return {**found, "digests": "".join(file.digest for file in files)} if whole else found
 
 
-def load(data: bytes, what: str) -> Manifest:
-    """Parse a manifest; raise `UnusableSnapshot` for anything `dump` would not write."""
+def load(data: bytes, what: str, *, with_tensors: bool = True) -> Manifest:
+    """Parse a manifest; raise `UnusableSnapshot` for anything `dump` would not write.
+
+    `with_tensors`: parse its table of tensors too, which takes most of the time.
+    """
     body = json_io.parse(data, what, max_bytes=MAX_BYTES)
     if not isinstance(body, dict):
         raise UnusableSnapshot(f"{what} is not a manifest")
@@ -400,7 +403,7 @@ def load(data: bytes, what: str) -> Manifest:
         cursor=cursor,
         world=world,
         files=_files(body, what),
-        tensors=_tensors(body, world, what),
+        tensors=_tensors(body, world, what) if with_tensors else {},
         created=float(created),
         kind=json_io.field(body, "kind", str, what),
         tags=tuple(str(tag) for tag in json_io.field(body, "tags", list, what)),

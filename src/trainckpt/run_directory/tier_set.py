@@ -152,10 +152,11 @@ class TierSet:
     def candidates(
         self, run: str, records: Mapping[int, AttemptRecord]
     ) -> tuple[catalog.Candidate, ...]:
-        """Return the snapshots of all responding tiers."""
+        """Return the snapshots of all responding tiers, without their tables of tensors."""
+        parse = catalog.cached_parse()
         while True:
             try:
-                return catalog.read_copies((self.place, *self.answering), run, records)
+                return catalog.read_copies((self.place, *self.answering), run, records, parse)
             except TierUnavailable as error:
                 if not self._leave_out(error):
                     raise

@@ -11,7 +11,7 @@ A pruned snapshot's folder, with files that newer snapshots refer to, is not lis
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,7 @@ def cached_parse() -> Parse:
     interpreter from training for 22 ms. The bytes are still read every time: older snapshots are
     deleted on the strength of them.
     """
-    return lru_cache(maxsize=32)(lambda data, what: replace(manifests.load(data, what), tensors={}))
+    return lru_cache(maxsize=32)(partial(manifests.load, with_tensors=False))
 
 
 NOT_COMMITTED = "not committed: its save was interrupted"

@@ -253,7 +253,7 @@ class Registry:
                 [len(group["params"]) for group in optimizer.optimizer.param_groups]
                 for optimizer in self.optimizers
             ]
-            objects: list[object] = [model.walk for model in self.models]
+            objects: list[object] = [model.current_walk() for model in self.models]
             objects += [p for optimizer in self.optimizers for p in optimizer.parameters()]
             if sizes != self._proof[0] or not _are_same(objects, self._proof[1]):
                 self._proof, self._found = (sizes, objects), {}

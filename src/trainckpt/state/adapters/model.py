@@ -113,10 +113,14 @@ class ModelState:
         finally:
             self._is_unchanged = False
 
-    @property
-    def walk(self) -> ModuleWalk | None:
-        """The walk that is valid now; None outside `unchanged`."""
-        return self._walk if self._is_unchanged else None
+    def current_walk(self) -> ModuleWalk | None:
+        """Return a walk that is valid now, the last one if possible; None if none would last."""
+        if self._is_unchanged:
+            return self._walk
+        walk = self._walk
+        if walk is None or (walk.can_be_proven and not walk.is_current()):
+            walk = self._walk = ModuleWalk(self.module)
+        return walk if walk.can_be_proven else None
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return each parameter once, by its full name `<tracked name>/<module path>`."""
@@ -349,7 +353,7 @@ class ModelState:
         return [(self._full(path), value) for path, value in found]
 
     def _once(self, what: str, find: Callable[[], T]) -> T:
-        if (walk := self.walk) is None:
+        if (walk := self.current_walk()) is None:
             return find()
         if what not in walk.found:
             walk.found[what] = find()
