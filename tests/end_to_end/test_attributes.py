@@ -162,6 +162,31 @@ def test_only_what_a_subclass_itself_assigns_is_watched():
     assert list(watched.changed()) == ["Own.own"]
 
 
+class OwnDropout(nn.Dropout):
+    """Adds nothing."""
+
+
+def test_options_of_torchs_modules_that_a_schedule_sets_are_watched():
+    model = nn.ModuleDict(
+        {
+            "drop": nn.Dropout(0.1),
+            "own": OwnDropout(0.1),
+            "norm": nn.BatchNorm1d(4),
+            "linear": nn.Linear(4, 4),
+            "rnn": nn.LSTM(4, 4, 2, dropout=0.1),
+        }
+    )
+    watched = Watched([("model", model)], [])
+    model["norm"](torch.randn(3, 4))
+    assert watched.changed() == {}
+    model["drop"].p = model["own"].p = 0.2
+    model["norm"].momentum = model["rnn"].dropout = 0.3
+    expected = {"model.drop.p": 0.2, "model.own.p": 0.2}
+    expected |= {"model.norm.momentum": 0.3, "model.rnn.dropout": 0.3}
+    assert watched.changed() == expected
+    assert len(watched.not_restored({"model.drop.p": 0.2, "model.own.p": 0.1})) == 1
+
+
 def test_they_resume_exactly_where_they_are_tracked(tmp_path, caplog):
     caplog.set_level(logging.INFO, "trainckpt")
 

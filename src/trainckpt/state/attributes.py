@@ -8,7 +8,7 @@ since whether the script sets them itself cannot be known.
 Watched are bool, int, float and containers of them and of texts, of modules and optimizers of the
 script's own classes; the same and tensors of a trainer's callbacks that say no state; and every
 attribute of a tracked object whose state_dict is empty. What a framework's own code assigns is its
-business.
+business, except options of torch's modules that scripts change by a schedule, as `dropout.p`.
 
 Random generators that such modules and callbacks hold are kept as the global ones are: stored in
 every snapshot, and put back last of all.
@@ -59,6 +59,7 @@ _SETS, _MAPPINGS = (set, frozenset), (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS = (list, tuple, deque, *_SETS, *_MAPPINGS)
 _ITEMS = (256, 16, 8)  # compared of a container, of one in it, and of one in that
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_OPTIONS = ("p", "dropout", "momentum")  # of torch's modules; a schedule may set them from outside
 _CLOCK_S = (1e9, 1e10)  # seconds since 1970: a float between them is the time
 
 
@@ -241,16 +242,23 @@ class Watched:
         """`modules`, `optimizers`: named ones. `tracked`: all other tracked objects."""
         objects = [each for each in tracked if isinstance(each, Attributes)]
         self._tracked = {place for each in objects for place in each.places}
-        self._owners = [
-            self._owner(f"{name}.{plain_path(path)}" if path else name, part, numbers_only=True)
+        parts = [
+            (f"{name}.{plain_path(path)}" if path else name, part)
             for name, module in modules
             for path, part in module.named_modules()
-            if _is_watched(part)
+        ]
+        self._owners = [
+            self._owner(name, part, numbers_only=True) for name, part in parts if _is_watched(part)
         ]
         self._owners += [
             self._owner(name, optimizer, numbers_only=True)
             for name, optimizer in optimizers
             if _is_own(optimizer)
+        ]
+        self._torch_modules = [
+            self._owner(name, part, numbers_only=True)
+            for name, part in parts
+            if not _is_own(part) and any(option in vars(part) for option in _OPTIONS)
         ]
         self._objects: dict[str, _Owner] = {}
         self._callbacks: list[_Owner] = []
@@ -261,7 +269,8 @@ class Watched:
     def _owner(self, name: str, value: object, *, numbers_only: bool) -> _Owner:
         skipped = {key for at, key in self._tracked if at == id(value)}
         frameworks = [kind for kind in _bases(value) if _is_framework(kind)]
-        skipped.update(_OF_EVERY_MODULE, *map(_assigned, frameworks))
+        assigned = _OF_EVERY_MODULE.union(*map(_assigned, frameworks))
+        skipped |= assigned.difference(_OPTIONS) if isinstance(value, nn.Module) else assigned
         is_part = isinstance(value, (nn.Module, torch.optim.Optimizer))
         hides = is_part and any("__init__" in vars(kind) for kind in frameworks)
         return _Owner(name, value, numbers_only, frozenset(skipped), hides)
@@ -342,7 +351,7 @@ class Watched:
 
     def _values(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for owner in (*self._owners, *self._objects.values()):
+        for owner in (*self._owners, *self._torch_modules, *self._objects.values()):
             found |= owner.values()
         return found
 
