@@ -55,6 +55,8 @@ def live(body):
         ("for b in batches():\n    if x is None:\n        x = b", "x"),
         ("for b in batches():\n    x = b\nprint(x, y)", "y"),
         ("for b in batches():\n    x.real", "x"),
+        ("for b in batches():\n    if b > 5:\n        x.load_state_dict(y)\n        print(x)", "y"),
+        ("for b in batches():\n    if b > 5:\n        y = x.state_dict()\n    x = b", "x"),
         ("for b in batches():\n    del x\n    x = 1", ""),
         ("for b in batches():\n    x = [y for _ in range(2)]", "y"),
         ("for b in batches():\n    x = b\n    y = [x for _ in range(2)]", ""),

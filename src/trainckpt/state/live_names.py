@@ -5,6 +5,8 @@ it. `hidden` in `out, hidden = model(x, hidden)` is live at the next batch, and 
 `for x in batches` is not. A variable that a function made earlier reads, as a global or from its
 closure, is live too: any call may run that function.
 
+`teacher.load_state_dict(...)` writes `teacher`: what it held does not matter any more.
+
 A `for` that is about to take its next item goes on in its body. Handlers of exceptions count, but
 not the way on behind a `with` that suppresses them.
 """
@@ -34,7 +36,11 @@ def live_names(frame: types.FrameType) -> set[str]:
     flow = _Flow(code, steps)
     after = flow.after_current(current)
     reached = flow.reachable(after)
-    found = flow.live(after, [_access(step, is_module=is_module) for step in steps])
+    accesses = [
+        _access(step, next_, is_module=is_module)
+        for step, next_ in zip(steps, [*steps[1:], None], strict=True)
+    ]
+    found = flow.live(after, accesses)
     for i, step in enumerate(steps):  # functions made before
         if i not in reached and isinstance(step.argval, types.CodeType):
             found |= _globals_read(step.argval) if is_module else set(step.argval.co_freevars)
@@ -48,7 +54,9 @@ class _Access(NamedTuple):
     writes: frozenset[str]
 
 
-def _access(step: dis.Instruction, *, is_module: bool) -> _Access:
+def _access(
+    step: dis.Instruction, following: dis.Instruction | None, *, is_module: bool
+) -> _Access:
     if isinstance(step.argval, types.CodeType):  # a function is made here
         return _Access(frozenset(_globals_read(step.argval) if is_module else ()), frozenset())
     names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
@@ -60,6 +68,8 @@ def _access(step: dis.Instruction, *, is_module: bool) -> _Access:
             writes.add(name)
         elif name not in writes:
             reads.add(name)
+    if following is not None and following.argval == "load_state_dict" and len(names) == 1:
+        reads, writes = set(), reads
     return _Access(frozenset(reads), frozenset(writes))
 
 
