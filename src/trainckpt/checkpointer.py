@@ -537,7 +537,7 @@ class Checkpointer:
                 logger.info("hint: %s", hint)
                 if cursor.micro:
                     start = self._position.window_start()
-                    self._windows = counted_loops.CountedWindows(start, self._report)
+                    self._windows = counted_loops.CountedWindows(start, cursor.micro, self._report)
         names = counted_loops.cycled() if cursor.micro_batches else []
         self._note([Restored(name, How.NOT_KEPT, counted_loops.CYCLED) for name in names])
         return self._phased_restore.before_first_fetch()

@@ -160,9 +160,19 @@ def test_a_first_window_is_too_long_beside_those_before_and_after_it(
     steps, before, sizes, is_named
 ):
     told = []
-    windows = CountedWindows(Cursor(step=steps, micro_batches=before), told.append)
+    windows = CountedWindows(Cursor(step=steps, micro_batches=before), 1, told.append)
     for number, size in enumerate(sizes, steps + 1):
         windows.reach_boundary(number, size)
         windows.reach_boundary(number, size)  # an evaluation begins
     assert windows.is_over
+    assert bool(told) == is_named
+
+
+@pytest.mark.parametrize(("micro", "sizes", "is_named"), [(2, [6, 6], True), (1, [4, 6], False)])
+def test_a_window_that_is_longer_by_what_it_had_before_the_resume_is_named(micro, sizes, is_named):
+    """The one after it is as long, where it goes over the end of the epoch."""
+    told = []
+    windows = CountedWindows(Cursor(step=4, micro_batches=16), micro, told.append)
+    for number, size in enumerate(sizes, 5):
+        windows.reach_boundary(number, size)
     assert bool(told) == is_named

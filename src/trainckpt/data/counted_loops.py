@@ -79,15 +79,22 @@ class CountedWindows:
     """Compares the first windows after a resume inside a window, in a loop that counts anew.
 
     The first is too long if it is longer than the next one, and than those before the resume were
-    on average; in a run's first window, if it is longer than the next two, which are equal.
+    on average, or by just the micro-batches that it had before the resume; in a run's first
+    window, if it is longer than the next two, which are equal.
 
     Attributes:
         is_over: All are compared.
     """
 
-    def __init__(self, window_start: Cursor, report: Report) -> None:
-        """`window_start`: of the window that the resume began in; `report`: takes a fault."""
-        self.is_over = False
+    def __init__(self, window_start: Cursor, micro: int, report: Report) -> None:
+        """Compare the windows from this one on.
+
+        Args:
+            window_start: Of the window that the resume began in.
+            micro: Micro-batches that it had before the resume.
+            report: Takes a fault.
+        """
+        self.is_over, self._micro = False, micro
         steps = self._step = window_start.step
         self._average = math.ceil(window_start.micro_batches / steps) if steps else None
         self._report = report
@@ -103,7 +110,8 @@ class CountedWindows:
         self.is_over = len(later) == (2 if self._average is None else 1)
         others = later if self._average is None else [*later, self._average]
         is_usual = self._average is not None or len(set(later)) == 1
-        if not (self.is_over and is_usual and first > max(others)):
+        is_longer = self._average is not None and first == self._micro + self._average
+        if not (self.is_over and is_usual and (first > max(others) or is_longer)):
             return
         reason = (
             f"the first window after the resume had {first} micro-batches, more than others: the "

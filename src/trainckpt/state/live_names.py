@@ -5,7 +5,7 @@ it. `hidden` in `out, hidden = model(x, hidden)` is live at the next batch, and 
 `for x in batches` is not. A variable that a function made earlier reads, as a global or from its
 closure, is live too: any call may run that function.
 
-`teacher.load_state_dict(...)` writes `teacher`: what it held does not matter any more.
+A call of `load_state_dict` on a variable writes it: its own content does not matter any more.
 
 A `for` that is about to take its next item goes on in its body. Handlers of exceptions count, but
 not the way on behind a `with` that suppresses them.
