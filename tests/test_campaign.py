@@ -9,12 +9,15 @@ family "one-rank": `trainckpt run` with 2 and 4 ranks, one of which alone gets S
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-from tests.campaign import cases, check_reshard, families
+from tests.campaign import cases, check_reshard, families, gate
 from tests.campaign.campaign import campaign
 from tests.campaign.check_reshard import Round
 from tests.campaign.one_rank import ITEMS
+from trainckpt.launcher.torchrun_command import mentions_us
 
 LONG = [42, 489, 2324]  # what they hit, others or tests of torchrun hit too
 SEEDS = [19, 38, 76, 83, 160, 208, 213, 319, 427, 800, 2943]
@@ -95,3 +98,8 @@ def test_the_check_of_an_epoch_finds_what_was_seen_twice_or_not_at_all(epoch, en
     found = list(check_reshard._epoch(epoch, ended=ended))
 
     assert found == wrong
+
+
+def test_a_supervisor_sees_that_the_gate_and_its_examples_use_trainckpt():
+    """Otherwise a rank that a signal ends before its imports gives 143 instead of 75."""
+    assert mentions_us([sys.executable, "-u", gate.__file__, "examples/kitchen_sink.py"])

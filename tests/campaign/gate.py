@@ -4,6 +4,9 @@
 
 On a busy machine a driver may look at a short run too late to hit it. Here a rank that has trained
 24 micro-batches of the run waits in its trace until FILE is there; no other moment is changed.
+
+The example uses trainckpt. `trainckpt run` reads that word here, as it reads it in the example: a
+signal that ends a rank before its imports means 75.
 """
 
 from __future__ import annotations
