@@ -118,6 +118,10 @@ def add_key(t):
     t.state(t.x.a)["more"] = torch.randn(2)
 
 
+def sparse(t):
+    t.state(t.x.a)["exp_avg"] = torch.eye(4).to_sparse()
+
+
 def number(t):
     t.state(t.x.a)["step"] = 7
 
@@ -162,6 +166,7 @@ CHANGES = {
     "a state tensor is resized": lambda t: t.state(t.x.a)["exp_avg"].resize_(2, 8),
     "a state tensor has another type": lambda t: t.state(t.x.a).update(step=torch.tensor(3)),
     "a state tensor is a number": number,
+    "a state tensor is sparse": sparse,
     "a state key is added": add_key,
     "a state key is renamed": rename_key,
     "a state is gone": lambda t: t.optimizer.state.pop(t.y.a),
@@ -228,4 +233,15 @@ def test_a_model_that_names_its_parameters_in_its_own_way_is_walked_each_time():
     saves, first = Saves(training), Saves(training)
     saves.file()
     training.model.hidden = True
+    assert saves.file() == first.file()
+
+
+def test_a_scripted_model_is_walked_each_time():
+    training = Training()
+    training.model = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    training.optimizer = torch.optim.SGD(training.model.parameters(), 0.1, momentum=0.9)
+    saves, first = Saves(training), Saves(training)
+    saves.file()
+    training.model(torch.randn(3, 4)).sum().backward()
+    training.optimizer.step()
     assert saves.file() == first.file()

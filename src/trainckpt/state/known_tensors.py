@@ -100,11 +100,12 @@ class Block:
 
     def holds(self, structure: Sequence[list[Any]], sources: list[torch.Tensor]) -> bool:
         """Return True if these are the same names and tensors as then."""
-        return (
-            list(map(type, sources)) == self._types
-            and list(structure) == self._structure
-            and _facts(sources) == self._facts
-        )
+        if list(map(type, sources)) != self._types or list(structure) != self._structure:
+            return False
+        try:
+            return _facts(sources) == self._facts
+        except RuntimeError:  # a tensor without an address, such as a sparse one
+            return False
 
 
 def _facts(tensors: Sequence[torch.Tensor]) -> list[tuple[object, ...]]:

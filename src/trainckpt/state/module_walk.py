@@ -17,6 +17,7 @@ from trainckpt.state.adapters import fsdp
 
 # A class that answers one of these in a way of its own is walked each time.
 _WALKS = ("named_parameters", "named_buffers", "named_modules", "modules", "_named_members")
+_HELD = ("_parameters", "_buffers", "_modules")
 
 
 class ModuleWalk:
@@ -30,14 +31,14 @@ class ModuleWalk:
     def __init__(self, module: nn.Module) -> None:
         self.found: dict[str, Any] = {}
         self._modules = list(module.modules())
-        self._registered = _registered(self._modules)
         self.can_be_proven = not fsdp.units(module) and all(map(_walks_as_torch, self._modules))
+        self._registered = _registered(self._modules) if self.can_be_proven else None
 
     def is_current(self) -> bool:
         """Return True if a new walk would find the same modules, names and tensors."""
-        if not self.can_be_proven:
+        if (then := self._registered) is None:
             return False
-        then, now = self._registered, _registered(self._modules)
+        now = _registered(self._modules)
         return then[:-1] == now[:-1] and all(map(operator.is_, then[-1], now[-1]))
 
 
@@ -53,8 +54,9 @@ def _registered(modules: list[nn.Module]) -> tuple[list[Any], list[int], list[st
 
 
 def _walks_as_torch(module: nn.Module) -> bool:
-    kind = type(module)
-    return not any(
-        getattr(kind, name) is not getattr(nn.Module, name) or name in vars(module)
-        for name in _WALKS
+    """Return True for a module walked by torch's own methods. Those of TorchScript are not."""
+    kind, held = type(module), vars(module)
+    has_plain = all(isinstance(held.get(name), dict) for name in _HELD)
+    return has_plain and not any(
+        getattr(kind, name) is not getattr(nn.Module, name) or name in held for name in _WALKS
     )
