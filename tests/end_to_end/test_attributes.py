@@ -280,7 +280,25 @@ class NoisyInside(Noisy):
         return self.parts["in"][0] if name == "numpy" else super().__getattr__(name)
 
 
-@pytest.mark.parametrize("make", [Noisy, NoisyInside])
+def noise(generator):
+    return lambda *gradients: gradients[-1] + torch.randn((), generator=generator)
+
+
+def hooked():
+    """Add noise to a gradient and to an output, each from a generator in a hook's closure."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Flatten(0))
+    model[0].weight.register_hook(noise(torch.Generator().manual_seed(4)))
+    model[0].register_forward_hook(noise(torch.Generator().manual_seed(5)))
+    model.append(Mean())
+    return model
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.mean()
+
+
+@pytest.mark.parametrize("make", [Noisy, NoisyInside, hooked])
 def test_generators_that_a_module_holds_go_on_where_they_were(tmp_path, caplog, make):
     caplog.set_level(logging.INFO, "trainckpt")
     straight = noisy(tmp_path / "straight", make=make)

@@ -11,7 +11,7 @@ attribute of a tracked object whose state_dict is empty. What a framework's own 
 business, except options of torch's modules that scripts change by a schedule, as `dropout.p`.
 
 Random generators that such modules and callbacks hold are kept as the global ones are: stored in
-every snapshot, and put back last of all.
+every snapshot, and put back last of all. So are those that hooks of models use, in a closure too.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ _CONTAINERS = (list, tuple, deque, *_SETS, *_MAPPINGS)
 _ITEMS = (256, 16, 8)  # compared of a container, of one in it, and of one in that
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _OPTIONS = ("p", "dropout", "momentum")  # of torch's modules; a schedule may set them from outside
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CLOCK_S = (1e9, 1e10)  # seconds since 1970: a float between them is the time
 
 
@@ -240,6 +241,7 @@ class Watched:
         optimizers: Iterable[tuple[str, torch.optim.Optimizer]] = (),
     ) -> None:
         """`modules`, `optimizers`: named ones. `tracked`: all other tracked objects."""
+        modules = list(modules)
         objects = [each for each in tracked if isinstance(each, Attributes)]
         self._tracked = {place for each in objects for place in each.places}
         parts = [
@@ -259,6 +261,14 @@ class Watched:
             self._owner(name, part, numbers_only=True)
             for name, part in parts
             if not _is_own(part) and any(option in vars(part) for option in _OPTIONS)
+        ]
+        # Modules and parameters with hooks by now; others of a model cost nothing later.
+        self._hooked = [(name, part) for name, part in parts if _hooks(part)]
+        self._hooked += [
+            (f"{name}.{path}", parameter)
+            for name, module in modules
+            for path, parameter in module.named_parameters()
+            if _hooks(parameter)
         ]
         self._objects: dict[str, _Owner] = {}
         self._callbacks: list[_Owner] = []
@@ -317,15 +327,16 @@ class Watched:
         ]
 
     def generators(self) -> dict[str, Any]:
-        """Return full name -> random generator inside a watched module or callback."""
-        return randomness.find_own(
-            {
-                f"{owner.name}.{key}": value
-                for owner in (*self._owners, *self._callbacks)
-                for key, value in vars(owner.value).items()
-                if key not in owner.skipped
-            }
-        )
+        """Return full name -> random generator inside a watched module, callback or hook."""
+        roots = {
+            f"{owner.name}.{key}": value
+            for owner in (*self._owners, *self._callbacks)
+            for key, value in vars(owner.value).items()
+            if key not in owner.skipped
+        }
+        for name, part in self._hooked:
+            roots |= {f"{name}.hook{i}": hook for i, hook in enumerate(_hooks(part))}
+        return randomness.find_own(roots)
 
     def hint(self, names: Iterable[str]) -> str:
         """Return the line that tracks these attributes."""
@@ -357,6 +368,12 @@ class Watched:
 
     def _values_of_callbacks(self) -> dict[str, Any]:
         return {name: v for owner in self._callbacks for name, v in owner.values().items()}
+
+
+def _hooks(part: nn.Module | torch.Tensor) -> list[Any]:
+    """Return the hooks of a module, or of a tensor's gradient."""
+    kinds = _HOOKS if isinstance(part, nn.Module) else ("_backward_hooks",)
+    return [hook for kind in kinds for hook in (getattr(part, kind, None) or {}).values()]
 
 
 def _is_watched(part: nn.Module) -> bool:
