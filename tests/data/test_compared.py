@@ -178,6 +178,41 @@ def test_a_sampler_that_begins_with_another_order_than_was_trained_is_named(work
         d.interrupted(make, 10)
 
 
+class Late(Sampler):
+    """Draws each batch as it is asked for, from a global generator or from one of its own."""
+
+    def __init__(self, rng):
+        self.rng = rng
+
+    def __len__(self):
+        return 9
+
+    def __iter__(self):
+        for _ in range(len(self)):
+            yield self.rng.choices(range(d.LENGTH), k=4)
+
+
+@pytest.mark.parametrize("stop", [3, 4, 5])
+def test_batches_drawn_ahead_for_workers_that_are_drawn_otherwise_are_named(stop):
+    """The loop draws from the same generator, between the lists that the sampler draws."""
+
+    def make() -> DataLoader:
+        return DataLoader(d.Plain(), batch_sampler=Late(random), num_workers=2)
+
+    with pytest.warns(UserWarning, match="train: Late had drawn the next 4 batches ahead"):
+        d.interrupted(make, stop)
+
+
+@pytest.mark.parametrize("stop", [1, 4, 7, 9, 12])
+def test_batches_drawn_ahead_from_a_generator_of_the_samplers_own_are_the_same(stop):
+    def make() -> DataLoader:
+        sampler = Late(random.Random(5))
+        return DataLoader(d.Plain(), batch_sampler=sampler, num_workers=2)
+
+    before, after = d.interrupted(make, stop)
+    assert before + after == d.straight(make)
+
+
 @pytest.mark.parametrize(
     ("loader", "path"),
     [

@@ -286,6 +286,14 @@ class WorkersIterator(_Multi):
             progress.add_batch(batch)
         return batch
 
+    def order_ahead(self, number: int | None = None) -> tuple[int, bytes]:
+        """Return how many index lists were drawn ahead, and the digest of the order with them.
+
+        `number`: count so many of them only, or all if there are fewer.
+        """
+        ahead = [order for _, order in self._in_flight][:number]
+        return len(ahead), ahead[-1] if ahead else b""
+
     def drain(self) -> None:
         """Wait for the batches under way and drop them, as torch does when it reuses workers.
 

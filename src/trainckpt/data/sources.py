@@ -340,6 +340,7 @@ class LoaderSource:
             "reused": self._reuses_workers if in_pass else has_workers,
             "workers": dict(self.progress.workers),
             "order": self.progress.order,
+            "ahead": self._order_ahead() if in_pass else None,
             "passed": self.progress.batches_digest,
             "content": self._content,
             "changed content": self._changed_content(),
@@ -640,9 +641,32 @@ class LoaderSource:
             return iter(()) if iterator is None else iterator
         self._compare_inputs(saved)
         if is_same:
+            self._compare_ahead(saved.get("ahead"))
             return iterator
         self.progress.order = saved["order"]  # nothing is left of it
         return iter(())
+
+    def _order_ahead(self, number: int | None = None) -> list[Any] | None:
+        """Return the number and digest of the lists that are drawn ahead for workers, if any."""
+        iterator = self._last_iterator()
+        if self.kind != "map" or not isinstance(iterator, WorkersIterator):
+            return None
+        return list(iterator.order_ahead(number))
+
+    def _compare_ahead(self, saved: list[Any] | None) -> None:
+        """Report lists drawn ahead for the workers that are not those drawn before the stop."""
+        now = None if saved is None else self._order_ahead(saved[0])
+        if saved is None or now is None or now[0] != saved[0] or now == saved:
+            return
+        suspects = sampler.unknown_samplers(self._loader) or dict(sampler.samplers_of(self._loader))
+        names = " and ".join(type(one).__qualname__ for one in suspects.values())
+        reason = (
+            f"{self._name}: {names} had drawn the next {saved[0]} batches ahead for the workers, "
+            "and draws others now: the loop draws from the same generator. Draw the whole order at "
+            "the head of __iter__, or from a generator of the sampler's own. Data differs from the "
+            "uninterrupted run"
+        )
+        self._report(Restored(self._name, How.NOT_KEPT, reason))
 
     def _report_order(self, saved: dict[str, Any], *, is_shorter: bool) -> None:
         suspects = sampler.unknown_samplers(self._loader) or dict(sampler.samplers_of(self._loader))
