@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, IterDataPipe, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe, Sampler
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from tests.data import datasets as d
@@ -176,6 +176,37 @@ def test_a_sampler_that_begins_with_another_order_than_was_trained_is_named(work
         pytest.warns(UserWarning, match="train: the order that Turning begins with is not"),
     ):
         d.interrupted(make, 10)
+
+
+class Caching(Dataset):
+    """Keeps each sample that it has made."""
+
+    def __init__(self, draws):
+        self.draws, self.cache = draws, {}
+
+    def __len__(self):
+        return d.LENGTH
+
+    def __getitem__(self, index):
+        if index not in self.cache:
+            self.cache[index] = torch.rand(2) if self.draws else torch.full((2,), float(index))
+        return self.cache[index]
+
+
+@pytest.mark.parametrize("stop", [3, 8])
+def test_samples_cached_before_a_stop_that_are_drawn_otherwise_later_are_named(stop):
+    with pytest.warns(UserWarning, match=r"train: dataset\.cache keeps other samples") as found:
+        d.interrupted(lambda: DataLoader(Caching(draws=True), 4, shuffle=True), stop)
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("stop", [3, 8])
+def test_samples_cached_before_a_stop_that_are_made_alike_later_are_not_named(stop):
+    def make() -> DataLoader:
+        return DataLoader(Caching(draws=False), 4, shuffle=True)
+
+    before, after = d.interrupted(make, stop)
+    assert before + after == d.straight(make)
 
 
 class Late(Sampler):

@@ -7,6 +7,8 @@ lists, arrays and     digests of some hundred items each, as the process began: 
 tensors               split, names of files. If a resumed process begins with another digest,
                       other samples stand at the same indices, and that is reported. The same for
                       those that the run has replaced since, and tensors and arrays written since
+samples in a dict     digests of a few. A resume begins with an empty cache; if the same key gets
+                      another sample later, it was made by random draws, and that is reported
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import os.path
 from contextlib import contextmanager
 from hashlib import blake2b
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,6 +89,49 @@ def others(dataset: Any, saved: Mapping[str, bytes]) -> list[str]:
         return []
     now = {path: _whole(value) for path, value in _contents(dataset) if path in saved}
     return sorted(path for path, digest in saved.items() if now.get(path) != digest)
+
+
+def cached(dataset: Any) -> dict[str, dict[str, bytes]]:
+    """Return path -> key -> digest of the first samples in each dictionary of a dataset."""
+    found = {}
+    for path, values in _caches(dataset):
+        first = islice(values.items(), _FEW)
+        digests = {repr(k): _digest(v, 0) for k, v in first if type(k) in (int, str) and _holds(v)}
+        if digests:
+            found[path] = digests
+    return found
+
+
+def cached_again(
+    dataset: Any, saved: Mapping[str, Mapping[str, bytes]]
+) -> tuple[list[str], dict[str, dict[str, bytes]]]:
+    """Compare with a result of `cached`.
+
+    Returns:
+        The paths with another sample at the same key, and the samples that are not there yet.
+    """
+    others, missing = [], {path: dict(digests) for path, digests in saved.items()}
+    for path, values in _caches(dataset) if saved else ():
+        wanted = missing.get(path, {})
+        there = {repr(key): value for key, value in values.items() if repr(key) in wanted}
+        if any(_digest(value, 0) != wanted[key] for key, value in there.items()):
+            others.append(path)
+        missing[path] = {key: digest for key, digest in wanted.items() if key not in there}
+    return others, {path: digests for path, digests in missing.items() if digests}
+
+
+def _caches(dataset: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """Yield the path of each dictionary in an attribute of a dataset, or of those that it wraps."""
+    path = "dataset"
+    for _ in range(_DEPTH):
+        names = randomness.names_of(dataset) or {}
+        yield from ((f"{path}.{k}", v) for k, v in list(names.items()) if type(v) is dict)
+        path, dataset = f"{path}.dataset", names.get("dataset")
+
+
+def _holds(sample: Any) -> bool:
+    """Return True for a tensor or array, or a sequence with one."""
+    return is_tensor(sample) or (type(sample) in (list, tuple) and any(map(is_tensor, sample)))
 
 
 def _contents(dataset: Any) -> Iterator[tuple[str, Any]]:

@@ -207,6 +207,7 @@ class LoaderSource:
         self._loaded_numbers: dict[str, Any] = {}
         self._loop_numbers = LoopNumbers(loader.dataset) if self.kind == "map" else None
         self._loaded_loop_numbers: dict[str, Any] = {}
+        self._cached_before: dict[str, dict[str, bytes]] = {}  # of before a stop, not made again
         # of the dataset as this process began, so that changes by the run are not compared
         self._content = dataset_values.content(loader.dataset) if self.kind == "map" else {}
         self._marks = dataset_values.marks(loader.dataset) if self.kind == "map" else {}
@@ -312,6 +313,7 @@ class LoaderSource:
         self._end(exhausted=True)
 
     def _end(self, *, exhausted: bool) -> None:
+        self._compare_cached()
         if self._stream is not None:
             self._stream.end_pass(exhausted=exhausted)
         self._trials = []
@@ -344,6 +346,7 @@ class LoaderSource:
             "passed": self.progress.batches_digest,
             "content": self._content,
             "changed content": self._changed_content(),
+            "cached": self._compare_cached() | self._cached(),
             "workers' numbers": self._hidden_numbers() if in_pass or has_workers else {},
             "loop numbers": {} if self._loop_numbers is None else self._loop_numbers.values(),
             "trial": self._newest_trial(),
@@ -366,6 +369,7 @@ class LoaderSource:
         self._had_workers = saved["reused"] and self._persistent
         self._loaded_numbers = saved.get("workers' numbers", {})
         self._loaded_loop_numbers = saved.get("loop numbers", {})
+        self._cached_before = saved.get("cached", {})
         self._restore_assignment(saved)
         if not saved["in_pass"]:  # what the script does at the head of an epoch is yet to come
             self._restore_loop_numbers()
@@ -607,6 +611,26 @@ class LoaderSource:
                 "from what is tracked. Data may differ from the uninterrupted run"
             )
             self._report(Restored(self._name, How.NOT_KEPT, reason))
+
+    def _cached(self) -> dict[str, dict[str, bytes]]:
+        """Return digests of samples that the dataset keeps in this process."""
+        return {} if self._loader.num_workers else dataset_values.cached(self._loader.dataset)
+
+    def _compare_cached(self) -> dict[str, dict[str, bytes]]:
+        """Report samples made anew since a resume, and otherwise; return those not made yet."""
+        others, self._cached_before = dataset_values.cached_again(
+            self._loader.dataset, self._cached_before
+        )
+        if others:
+            self._cached_before = {}  # reported once
+            reason = (
+                f"{self._name}: {', '.join(others)[:200]} keeps other samples at the same keys "
+                "than before the stop, so random draws made them: give the dataset state_dict and "
+                "load_state_dict, or seed the draws of a sample by its index. Data differs from "
+                "the uninterrupted run"
+            )
+            self._report(Restored(self._name, How.NOT_KEPT, reason))
+        return self._cached_before
 
     def _compare_content(self, saved: dict[str, bytes]) -> None:
         """Report lists, arrays and tensors of the dataset that are not those of the snapshot."""
