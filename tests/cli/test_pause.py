@@ -181,6 +181,34 @@ def test_a_run_that_is_killed_meanwhile_is_66_and_says_so(tmp_path, capsys, monk
     assert "attempt 1 died before it could stop, for an unknown reason" in capsys.readouterr().err
 
 
+def test_a_run_whose_heartbeat_is_gone_for_a_moment_is_waited_for(tmp_path, capsys, monkeypatch):
+    """Rank 0 rests, and others do not yet: the heartbeat of its dump is still to come."""
+    monkeypatch.setattr(pause, "LISTEN_EVERY_S", 0.05)
+    is_alive, answers = heartbeat.attempt_is_alive, []
+
+    def seen(tier, attempt):
+        answers.append(is_alive(tier, attempt))
+        return answers[-1]
+
+    monkeypatch.setattr(heartbeat, "attempt_is_alive", seen)
+    played = Played(tmp_path)
+
+    def rests():
+        wait_for(lambda: notices(tmp_path))
+        played.heart.stop()
+        wait_for(lambda: answers and not answers[-1])
+        played.heart = Heartbeat(played.tier, played.record.attempt)
+        played.heart.start()
+        wait_for(lambda: answers[-1])
+        played.ends("stopped")
+
+    thread = threading.Thread(target=rests)
+    thread.start()
+    assert main(["pause", str(tmp_path)]) == 0
+    thread.join()
+    assert "attempt 1 stopped: saved s4~1.1 in " in capsys.readouterr().out
+
+
 # ---- attempts that a test plays
 
 

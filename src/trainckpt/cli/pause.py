@@ -60,7 +60,9 @@ REASON = "trainckpt pause"
 LOOK_EVERY_S, SAY_EVERY_S = 0.1, 10.0
 LISTEN_EVERY_S = 1.0  # to the heartbeat
 LEAVE_WITHIN_S = 5.0
-SILENT_FOR_S = 2.0  # a heartbeat that is gone: how long until the outcome must be there
+# How long after a heartbeat is gone the outcome must be there, or the heartbeat again: between the
+# last one of rank 0 and the first one of a dump, the other ranks come to rest.
+SILENT_FOR_S = 10.0
 NAMED_ATTEMPTS = 3
 
 
@@ -289,7 +291,9 @@ def _wait(tier: Place, live: AttemptRecord, limit_s: float | None) -> AttemptRec
         if now - last_listened >= LISTEN_EVERY_S:
             last_listened = now
             if not heartbeat.attempt_is_alive(tier, live.attempt):
-                return _late_outcome(tier, live)
+                ended = _late_outcome(tier, live)
+                if ended is not None:
+                    return ended
         if now - last_said >= SAY_EVERY_S:
             last_said = now
             newest = f"; newest snapshot: {record.newest_commit}" if record.newest_commit else ""
@@ -297,10 +301,15 @@ def _wait(tier: Place, live: AttemptRecord, limit_s: float | None) -> AttemptRec
         time.sleep(LOOK_EVERY_S if isinstance(tier, LocalTier) else LISTEN_EVERY_S)
 
 
-def _late_outcome(tier: Place, live: AttemptRecord) -> AttemptRecord:
-    """Return the record of an attempt without heartbeat: its outcome came just before, or never."""
+def _late_outcome(tier: Place, live: AttemptRecord) -> AttemptRecord | None:
+    """Return the record of an attempt without heartbeat once it has an outcome.
+
+    None if the heart beats again.
+    """
     deadline = time.monotonic() + SILENT_FOR_S
     while (record := _read(tier, live)).outcome is None:
+        if heartbeat.attempt_is_alive(tier, live.attempt):
+            return None
         if time.monotonic() >= deadline:
             newest = record.newest_commit
             advice = f"newest snapshot: {newest}" if newest else "nothing saved"
