@@ -124,8 +124,12 @@ class Region:
 
     def digested(self, found: str) -> Region:
         """Return a copy with this digest; cached properties such as `key` are copied too."""
+        return self.placed(self.first_byte, found)
+
+    def placed(self, first_byte: int, found: str = "") -> Region:
+        """Return a copy at this place, with this digest; as quick as `digested`."""
         region = object.__new__(Region)
-        region.__dict__.update(self.__dict__, digest=found)
+        region.__dict__.update(self.__dict__, first_byte=first_byte, digest=found)
         return region
 
 
@@ -201,7 +205,7 @@ def lay_out(regions: Sequence[Region]) -> tuple[Region, ...]:
         if region.key in seen:
             raise UnusableSnapshot(f"two tensors would both be stored as {region.key[:100]}")
         seen.add(region.key)
-        placed.append(replace(region, first_byte=first_byte, digest=""))
+        placed.append(region.placed(first_byte))
         first_byte += region.num_bytes
     return tuple(placed)
 

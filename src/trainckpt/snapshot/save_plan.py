@@ -203,7 +203,7 @@ def equal_groups(reports: Sequence[Mapping[str, Sequence[Any]]]) -> list[str]:
 def _rows(region: Region, first: int, last: int) -> list[Region]:
     if first >= last or region.box.is_empty:
         return []
-    if not region.shape:
+    if not region.shape or (first, last) == (0, region.shape[0]):
         return [region]
     offset = (region.offset[0] + first, *region.offset[1:])
     return [replace(region, offset=offset, shape=(last - first, *region.shape[1:]))]
