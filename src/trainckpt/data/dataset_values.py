@@ -91,33 +91,38 @@ def others(dataset: Any, saved: Mapping[str, bytes]) -> list[str]:
     return sorted(path for path, digest in saved.items() if now.get(path) != digest)
 
 
-def cached(dataset: Any) -> dict[str, dict[str, bytes]]:
-    """Return path -> key -> digest of the first samples in each dictionary of a dataset."""
+def cached(dataset: Any) -> dict[str, list[Any]]:
+    """Return path -> keys and digests of the first samples in each dictionary of a dataset."""
     found = {}
     for path, values in _caches(dataset):
-        first = islice(values.items(), _FEW)
-        digests = {repr(k): _digest(v, 0) for k, v in first if type(k) in (int, str) and _holds(v)}
-        if digests:
-            found[path] = digests
+        try:
+            first = list(islice(values.items(), _FEW))
+        except RuntimeError:  # a thread of the dataset adds one
+            continue
+        pairs = [[k, _digest(v, 0)] for k, v in first if type(k) in (int, str) and _holds(v)]
+        if pairs:
+            found[path] = pairs
     return found
 
 
 def cached_again(
-    dataset: Any, saved: Mapping[str, Mapping[str, bytes]]
-) -> tuple[list[str], dict[str, dict[str, bytes]]]:
+    dataset: Any, saved: Mapping[str, list[Any]]
+) -> tuple[list[str], dict[str, list[Any]]]:
     """Compare with a result of `cached`.
 
     Returns:
         The paths with another sample at the same key, and the samples that are not there yet.
     """
-    others, missing = [], {path: dict(digests) for path, digests in saved.items()}
-    for path, values in _caches(dataset) if saved else ():
-        wanted = missing.get(path, {})
-        there = {repr(key): value for key, value in values.items() if repr(key) in wanted}
-        if any(_digest(value, 0) != wanted[key] for key, value in there.items()):
-            others.append(path)
-        missing[path] = {key: digest for key, digest in wanted.items() if key not in there}
-    return others, {path: digests for path, digests in missing.items() if digests}
+    caches = dict(_caches(dataset)) if saved else {}
+    others, missing = set(), dict[str, list[Any]]()
+    for path, pairs in saved.items():
+        values = caches.get(path, {})
+        for key, digest in pairs:
+            if key not in values:
+                missing.setdefault(path, []).append([key, digest])
+            elif _digest(values[key], 0) != digest:
+                others.add(path)
+    return sorted(others), missing
 
 
 def _caches(dataset: Any) -> Iterator[tuple[str, dict[Any, Any]]]:

@@ -207,7 +207,7 @@ class LoaderSource:
         self._loaded_numbers: dict[str, Any] = {}
         self._loop_numbers = LoopNumbers(loader.dataset) if self.kind == "map" else None
         self._loaded_loop_numbers: dict[str, Any] = {}
-        self._cached_before: dict[str, dict[str, bytes]] = {}  # of before a stop, not made again
+        self._cached_before: dict[str, list[Any]] = {}  # of before a stop, not made again
         # of the dataset as this process began, so that changes by the run are not compared
         self._content = dataset_values.content(loader.dataset) if self.kind == "map" else {}
         self._marks = dataset_values.marks(loader.dataset) if self.kind == "map" else {}
@@ -612,11 +612,11 @@ class LoaderSource:
             )
             self._report(Restored(self._name, How.NOT_KEPT, reason))
 
-    def _cached(self) -> dict[str, dict[str, bytes]]:
+    def _cached(self) -> dict[str, list[Any]]:
         """Return digests of samples that the dataset keeps in this process."""
         return {} if self._loader.num_workers else dataset_values.cached(self._loader.dataset)
 
-    def _compare_cached(self) -> dict[str, dict[str, bytes]]:
+    def _compare_cached(self) -> dict[str, list[Any]]:
         """Report samples made anew since a resume, and otherwise; return those not made yet."""
         others, self._cached_before = dataset_values.cached_again(
             self._loader.dataset, self._cached_before
