@@ -199,7 +199,11 @@ def rewritten(run, **changes):
         ),
         (
             {"world": 0, "files": {"bytes": [], "digests": "", "headers": ""}},
-            "is no mesh of 0 ranks",
+            "names 0 files for 0 ranks",
+        ),
+        (
+            {"layouts": [{"mesh": [3], "strides": [1], "base": 0, "dims": [-1], "order": [0]}]},
+            "is no mesh of 1 ranks",
         ),
         ({"tensors": {}}, "is not in the manifest"),
     ],

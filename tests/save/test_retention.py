@@ -13,7 +13,9 @@ def test_a_run_that_prunes_parses_each_manifest_once(tmp_path, monkeypatch):
     loads, load = [], manifests.load
     with monkeypatch.context() as patched:
         patched.setattr(
-            manifests, "load", lambda data, what: loads.append(what) or load(data, what)
+            manifests,
+            "load",
+            lambda data, what, **more: loads.append(what) or load(data, what, **more),
         )
         attempt(tmp_path, **SAVING)
     assert loads
@@ -22,7 +24,7 @@ def test_a_run_that_prunes_parses_each_manifest_once(tmp_path, monkeypatch):
 
 
 def test_nothing_is_pruned_for_a_manifest_that_nobody_can_read(tmp_path, monkeypatch):
-    def refuse(_, what):
+    def refuse(_, what, **__):
         raise UnusableSnapshot(f"{what} cannot be read")
 
     with monkeypatch.context() as patched:
