@@ -59,7 +59,7 @@ class Saves:
         self.registry.add("model", training.model)
         self.registry.add("optimizer", training.optimizer)
         self.registry.watched  # noqa: B018 - begins to watch
-        self.plans, self.direct = SavePlanCache(0, 1), staging.DirectCopies()
+        self.plans, self.direct = SavePlanCache(self.registry, 0, 1), staging.DirectCopies()
 
     def file(self):
         with self.registry.unchanged():

@@ -166,7 +166,7 @@ class SaveCoordinator:
         )
         self._registry, self._defaults, self._timings = registry, defaults, timings
         self._window_start, self._saves_gradients = window_start, saves_gradients
-        self._plan_cache = SavePlanCache(channel.world.rank, channel.world.size)
+        self._plan_cache = SavePlanCache(registry, channel.world.rank, channel.world.size)
         self._direct = staging.DirectCopies()
         self._replica_check = ReplicaCheck(channel.world.rank, channel.world.size)
         self.sequence = 0

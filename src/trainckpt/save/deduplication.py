@@ -39,6 +39,7 @@ from trainckpt.snapshot.save_plan import equal_groups, plan_save
 from trainckpt.state import staging, tensor_digests
 from trainckpt.state.captured import VALUES, add_values
 from trainckpt.state.staging import digests_of, source_of
+from trainckpt.state.state_size import weigh
 from trainckpt.state.tensor_digests import checksums
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ class CachedSavePlan(NamedTuple):
     Attributes:
         regions: Regions this rank stores.
         entries: Manifest entry of each tensor it holds.
-        num_bytes: Bytes of these tensors, each whole.
+        num_bytes: Bytes of the whole state, as saves are timed and predicted by.
     """
 
     regions: tuple[Region, ...]
@@ -160,8 +161,8 @@ class CachedSavePlan(NamedTuple):
 class SavePlanCache:
     """Plan cache of one rank of an attempt, across saves."""
 
-    def __init__(self, rank: int, world: int) -> None:
-        self._rank, self._world = rank, world
+    def __init__(self, registry: Registry, rank: int, world: int) -> None:
+        self._registry, self._rank, self._world = registry, rank, world
         self._facts: Any = None
         self._plan = CachedSavePlan((), {}, 0)
 
@@ -190,7 +191,7 @@ class SavePlanCache:
         layouts = tensor_digests.split_layouts(captured, set(equal), self._world)
         regions = staging.regions_of(captured, layouts)
         entries = {r.tensor: TensorEntry(r.dtype, r.of, layouts.get(r.tensor)) for r in regions}
-        num_bytes = sum(region.whole_bytes for region in regions)
+        num_bytes = weigh(self._registry, gradients=True).now
         return CachedSavePlan(plan_save(regions, layouts, rank=self._rank), entries, num_bytes)
 
 
