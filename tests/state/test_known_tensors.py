@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize
 from trainckpt.save.deduplication import SavePlanCache
 from trainckpt.state import staging
 from trainckpt.state.capture import capture
+from trainckpt.state.captured import Captured
 from trainckpt.state.known_tensors import Block
 from trainckpt.state.module_walk import ModuleWalk
 from trainckpt.state.registry import Registry
@@ -66,7 +67,6 @@ class Saves:
             captured = capture(self.registry)
             plan = self.plans.plan(captured, [])
             shard = staging.stage(captured, plan.regions, rank=0, world=1, direct=self.direct)
-        self.registry.stepped_parameters()
         return b"".join(shard.blocks())
 
 
@@ -212,11 +212,21 @@ def test_without_the_proof_of_sameness_it_would_be_another_file(case, monkeypatc
 def test_a_second_save_makes_no_names_anew(monkeypatch):
     saves = Saves(Training())
     saves.file()
-    monkeypatch.setattr(nn.Module, "named_parameters", None)
-    monkeypatch.setattr("trainckpt.state.captured.Captured.add", None)
-    monkeypatch.setattr(saves.registry, "devices", list)
-    with pytest.raises(TypeError, match="NoneType"):  # torch's generator, the only one left
-        saves.file()
+    captured, walked = [], []
+    add, named_parameters = Captured.add, nn.Module.named_parameters
+
+    def adds(self, name, *rest):
+        captured.append(name)
+        return add(self, name, *rest)
+
+    def walks(self, *args, **options):
+        walked.append(self)
+        return named_parameters(self, *args, **options)
+
+    monkeypatch.setattr(Captured, "add", adds)
+    monkeypatch.setattr(nn.Module, "named_parameters", walks)
+    saves.file()
+    assert (captured, walked) == (["rng/torch"], [])
 
 
 def test_a_model_that_names_its_parameters_in_its_own_way_is_walked_each_time():

@@ -682,8 +682,7 @@ class LoaderSource:
         now = None if saved is None else self._order_ahead(saved[0])
         if saved is None or now is None or now[0] != saved[0] or now == saved:
             return
-        suspects = sampler.unknown_samplers(self._loader) or dict(sampler.samplers_of(self._loader))
-        names = " and ".join(type(one).__qualname__ for one in suspects.values())
+        names = self._suspected_samplers()
         reason = (
             f"{self._name}: {names} had drawn the next {saved[0]} batches ahead for the workers, "
             "and draws others now: the loop draws from the same generator. Draw the whole order at "
@@ -692,9 +691,13 @@ class LoaderSource:
         )
         self._report(Restored(self._name, How.NOT_KEPT, reason))
 
-    def _report_order(self, saved: dict[str, Any], *, is_shorter: bool) -> None:
+    def _suspected_samplers(self) -> str:
+        """Return the classes of the samplers whose order may depend on more than is kept."""
         suspects = sampler.unknown_samplers(self._loader) or dict(sampler.samplers_of(self._loader))
-        names = " and ".join(type(one).__qualname__ for one in suspects.values())
+        return " and ".join(type(one).__qualname__ for one in suspects.values())
+
+    def _report_order(self, saved: dict[str, Any], *, is_shorter: bool) -> None:
+        names = self._suspected_samplers()
         count = saved["position"]
         found = (
             f"{count} batches were trained, and the order of {names} has fewer now"
