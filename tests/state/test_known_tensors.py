@@ -11,7 +11,7 @@ from trainckpt.save.deduplication import SavePlanCache
 from trainckpt.state import staging
 from trainckpt.state.capture import capture
 from trainckpt.state.captured import Captured
-from trainckpt.state.known_tensors import Block
+from trainckpt.state.known_tensors import TensorBlock
 from trainckpt.state.module_walk import ModuleWalk
 from trainckpt.state.registry import Registry
 
@@ -202,7 +202,7 @@ def test_without_the_proof_of_sameness_it_would_be_another_file(case, monkeypatc
     CHANGES[case](training)
     right = first.file()
     monkeypatch.setattr(ModuleWalk, "is_current", lambda _: True)
-    monkeypatch.setattr(Block, "holds", lambda *_: True)
+    monkeypatch.setattr(TensorBlock, "holds", lambda *_: True)
     try:
         assert saves.file() != right
     except (ValueError, AttributeError, TypeError, RuntimeError, KeyError):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainckpt.format.layout import Box, Layout
-    from trainckpt.state.known_tensors import Block
+    from trainckpt.state.known_tensors import TensorBlock
     from trainckpt.state.parallel_copy import CopyBatch
     from trainckpt.state.zero_copy import AdoptedTensors
 
@@ -68,7 +68,7 @@ class Captured:
     placed: dict[str, Placed] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     spelled: dict[tuple[str, str], bytes] = field(default_factory=dict)
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[TensorBlock] = field(default_factory=list)
 
     def add(self, name: str, tensor: torch.Tensor, group: str = "") -> dict[str, Any]:
         """Add a tensor, and return its JSON node.

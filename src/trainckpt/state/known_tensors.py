@@ -28,7 +28,7 @@ class KnownTensors:
     """The tensors of one part of the state, as at its last capture."""
 
     def __init__(self) -> None:
-        self._block: Block | None = None
+        self._block: TensorBlock | None = None
 
     def recall(
         self, out: Captured, structure: Sequence[list[Any]], sources: list[torch.Tensor]
@@ -67,12 +67,13 @@ class KnownTensors:
             and out.placed.keys().isdisjoint(added)
             and all(map(_is_as_captured, sources, added.values()))
         )
-        self._block = Block(out, structure, sources, list(added), result) if is_known else None
-        if self._block is not None:
+        self._block = None
+        if is_known:
+            self._block = TensorBlock(out, structure, sources, list(added), result)
             out.blocks.append(self._block)
 
 
-class Block:
+class TensorBlock:
     """Tensors captured together, and the proof that a later capture is the same.
 
     Attributes:

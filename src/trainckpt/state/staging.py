@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from trainckpt.state.captured import Captured, Placed
-    from trainckpt.state.known_tensors import Block
+    from trainckpt.state.known_tensors import TensorBlock
 
 _NAMES = {
     torch.float64: "F64",
@@ -260,7 +260,7 @@ class DirectCopies:
     """
 
     def __init__(self) -> None:
-        self._key: tuple[ShardHeader, list[Block]] | None = None
+        self._key: tuple[ShardHeader, list[TensorBlock]] | None = None
         self._plan: tuple[list[tuple[int, int, int]], list[Region]] = [], []
 
     def plan(
