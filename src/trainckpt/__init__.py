@@ -9,7 +9,7 @@ with trainckpt.Checkpointer("runs/gpt", model=model, optimizer=optimizer, loader
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.attempt import rank_status as _told  # noqa: F401 - so a supervisor learns of the import
+from trainckpt.attempt import status_files as _status_files  # noqa: F401 - so a supervisor learns of the import
 from trainckpt.errors import (
     ConfigurationError,
     NoAgreement,

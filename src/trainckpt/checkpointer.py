@@ -27,9 +27,9 @@ from trainckpt.attempt.data_world import pop_data_world
 from trainckpt.attempt.log import logger, prepare
 from trainckpt.attempt.options import TABLE, read_options
 from trainckpt.attempt.progress_counter import ProgressCounter
-from trainckpt.attempt.rank_status import RankStatusWriter
 from trainckpt.attempt.save_handle import SaveHandle
 from trainckpt.attempt.script_hooks import Hooks
+from trainckpt.attempt.status_files import RankStatusWriter
 from trainckpt.data import counted_loops
 from trainckpt.data.loader import TrackedLoader
 from trainckpt.data.sampler import set_epoch
@@ -473,7 +473,7 @@ class Checkpointer:
                 asks=not (evaluation or closing or self._hooks.on_resume)
             )
             self._files.warn_uncut(attempt.beginning.record.attempt)
-            attempt.log.change_soon(state=RUNNING)
+            attempt.record_writer.change_soon(state=RUNNING)
             self._context.crash_marker.stop()
         if self._windows is not None:
             self._windows.reach_boundary(self._position.step, self._position.window)

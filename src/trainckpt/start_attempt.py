@@ -16,8 +16,8 @@ from trainckpt.attempt import fingerprint, launch
 from trainckpt.attempt.fingerprint import differences, take_fingerprint
 from trainckpt.attempt.log import logger
 from trainckpt.attempt.options import misspelled_variables
-from trainckpt.attempt.rank_status import CLAIMED, SUPERVISOR_VARIABLE
-from trainckpt.attempt.record_log import AttemptId, AttemptLog
+from trainckpt.attempt.record_writer import AttemptId, RecordWriter
+from trainckpt.attempt.status_files import CLAIMED, SUPERVISOR_VARIABLE
 from trainckpt.dumping.communicators import Communicators
 from trainckpt.dumping.lean_dump import LeanDump
 from trainckpt.format.exactness import Restored
@@ -66,8 +66,8 @@ if TYPE_CHECKING:
     from trainckpt.attempt.data_world import DataWorld
     from trainckpt.attempt.options import Options
     from trainckpt.attempt.progress_counter import ProgressCounter
-    from trainckpt.attempt.rank_status import RankStatusWriter
     from trainckpt.attempt.script_hooks import Hooks
+    from trainckpt.attempt.status_files import RankStatusWriter
     from trainckpt.attempt.tracked_files import TrackedFiles
     from trainckpt.data.loader import TrackedLoader
     from trainckpt.format.exactness import Exactness
@@ -130,7 +130,7 @@ class Attempt:
     """
 
     beginning: ResumePoint
-    log: AttemptLog
+    record_writer: RecordWriter
     saver: SaveCoordinator
     report: ResumeReport
     shutdown: Shutdown
@@ -196,11 +196,11 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
     everyone = channel.gather("devices", own, RANKS_TIMEOUT_S)
     here = take_fingerprint(context.world.size, devices, everyone)
     parent = str(manifest.name) if manifest else None
-    log = AttemptLog(context.tier, beginning.record, writes=context.world.rank == 0)
+    record_writer = RecordWriter(context.tier, beginning.record, writes=context.world.rank == 0)
     if manifest is not None:
         encryption.check_stays_encrypted(manifest, options)
     initial = _read_initial(context, beginning)
-    record_parent(channel, log, parent, _facts(context, initial))
+    record_parent(channel, record_writer, parent, _facts(context, initial))
     if initial is not None:
         put(initial.loading)
     number = AttemptId(beginning.record.attempt)
@@ -219,12 +219,12 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
         channel=channel,
         registry=registry,
         defaults=defaults,
-        log=log,
+        record_writer=record_writer,
         timings=context.timings,
         arenas=arenas,
         window_start=context.position.window_start,
         sealing=seals,
-        uploads=_uploads(context, arenas, log, defaults, beginning),
+        uploads=_uploads(context, arenas, record_writer, defaults, beginning),
         replication=ReplicationControl(
             arenas,
             context.world.rank,
@@ -278,7 +278,7 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
         saver=saver,
         final_save=final_save,
         listener=context.listener,
-        log=log,
+        record_writer=record_writer,
         report=report,
         status_writer=context.status_writer,
         requests=context.requests,
@@ -312,7 +312,7 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
     saver.uploads.start()
     return Attempt(
         beginning=beginning,
-        log=log,
+        record_writer=record_writer,
         saver=saver,
         report=report,
         shutdown=shutdown,
@@ -350,7 +350,7 @@ def _facts(context: RankContext, initial: InitialWeights | None) -> dict[str, An
 def _uploads(
     context: RankContext,
     arenas: Arenas,
-    log: AttemptLog,
+    record_writer: RecordWriter,
     defaults: ManifestDefaults,
     beginning: ResumePoint,
 ) -> Uploads:
@@ -360,7 +360,7 @@ def _uploads(
         run_tier=context.tier,
         arena_first=ArenaFirstReader(context.tier, copy_from),
         channel=context.channel,
-        log=log,
+        record_writer=record_writer,
         run=defaults.run,
         number=defaults.number,
         keep_last=context.options.keep_last,

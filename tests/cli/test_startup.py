@@ -13,7 +13,7 @@ import termios
 import pytest
 
 import trainckpt
-from trainckpt.attempt.rank_status import has_imported
+from trainckpt.attempt.status_files import has_imported
 from trainckpt.cli import main, output
 
 FREE_OF_TORCH = ["list", "show", "verify", "pause", "config"]

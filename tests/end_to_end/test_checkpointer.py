@@ -21,7 +21,7 @@ from tests.end_to_end.training import (
     usable,
 )
 from trainckpt import Checkpointer, ConfigurationError
-from trainckpt.attempt.rank_status import RETURNED, SUPERVISOR_VARIABLE, read_rank_statuses
+from trainckpt.attempt.status_files import RETURNED, SUPERVISOR_VARIABLE, read_rank_statuses
 from trainckpt.errors import NothingToResume, SaveFailed
 from trainckpt.save.arenas import Arenas
 from trainckpt.storage.local import Disk

@@ -13,7 +13,7 @@ from torch import nn
 from tests.end_to_end.overlapped import WIDTH, WORDS, Loop, Model, adam, as_saved
 from tests.state.slow_device import SlowDevice
 from trainckpt import Checkpointer
-from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE
+from trainckpt.attempt.status_files import SUPERVISOR_VARIABLE
 from trainckpt.save import coordinator, copying
 from trainckpt.save.copying import OVERLAP
 from trainckpt.snapshot import writer_client

@@ -18,7 +18,7 @@ from tests.faults.power import (
     restore,
 )
 from tests.snapshot.written import committed, referring
-from trainckpt.attempt.record_log import AttemptId, AttemptLog
+from trainckpt.attempt.record_writer import AttemptId, RecordWriter
 from trainckpt.attempt.save_handle import SaveHandle
 from trainckpt.errors import TrainckptError, UnusableSnapshot
 from trainckpt.format.attempt_record import UNDECIDED, AttemptRecord
@@ -67,8 +67,8 @@ def record(place, disk, saves, keep_last=9):
     run = attempt_history.found_run(tier)
     own = attempt_history.claim(tier, lambda n: AttemptRecord(n, facts={"argv": ["x"]}))
     claimed = len(disk.done)
-    log = AttemptLog(tier, own, writes=True)
-    log.change(must=True, parent=None)
+    record_writer = RecordWriter(tier, own, writes=True)
+    record_writer.change(must=True, parent=None)
     parent = len(disk.done)
     registry, weight = Registry(), nn.Linear(2, 1)
     registry.add("model", weight)
@@ -82,7 +82,7 @@ def record(place, disk, saves, keep_last=9):
         channel=channel,
         registry=registry,
         defaults=facts,
-        log=log,
+        record_writer=record_writer,
         timings=Timings(),
         arenas=arenas,
         window_start=Cursor,

@@ -13,10 +13,10 @@ from tests.fuzz.mutate import spell
 from tests.fuzz.snapshots import MANIFEST_2, sealed
 from tests.fuzz.texts import as_json, envelope
 from trainckpt.attempt import launch
-from trainckpt.attempt.rank_status import RankStatus, read_rank_statuses
+from trainckpt.attempt.status_files import RankStatus, read_rank_statuses
 from trainckpt.errors import TrainckptError, UnusableSnapshot
 from trainckpt.format.attempt_record import ENDED, AttemptRecord
-from trainckpt.launcher.outcome import LaunchHistory, judge
+from trainckpt.launcher.outcome import LaunchHistory, classify
 from trainckpt.launcher.torchrun_agent import RankExit, read_ends
 from trainckpt.preemption.notice_file import NoticeFiles
 from trainckpt.resume import candidate_order
@@ -167,7 +167,7 @@ def run_told(data):
         str(Path(told.run).absolute())
     words = [(told, float(at)) for at, told in enumerate(found.values())]
     for code in (0, 1):
-        _judge(LaunchHistory(code, told=words, ours=True, ends=[RankExit(5, -9, 1.5)]))
+        _judge(LaunchHistory(code, statuses=words, ours=True, ends=[RankExit(5, -9, 1.5)]))
 
 
 def run_ends(data):
@@ -178,13 +178,13 @@ def run_ends(data):
         assert type(end.pid) is int
         assert type(end.rank) in (int, type(None))
         assert -(2**31) <= end.code < 2**31, "no exit code"
-    _judge(LaunchHistory(1, ends=found, told=[(RankStatus(0, 5, "h", "r"), 1.0)]))
+    _judge(LaunchHistory(1, ends=found, statuses=[(RankStatus(0, 5, "h", "r"), 1.0)]))
 
 
-def _judge(course):
-    verdict = judge(course)
-    assert type(verdict.exit_code) is int
-    assert -(2**31) <= verdict.exit_code < 2**31, "no exit code"
+def _judge(history):
+    outcome = classify(history)
+    assert type(outcome.exit_code) is int
+    assert -(2**31) <= outcome.exit_code < 2**31, "no exit code"
 
 
 def spell_lines(tree, rng):

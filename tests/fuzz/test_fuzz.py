@@ -14,7 +14,7 @@ import pytest
 from tests.fuzz import mutate, table
 from tests.fuzz.engine import run_one
 from trainckpt.attempt import heartbeat
-from trainckpt.attempt.rank_status import read_rank_statuses
+from trainckpt.attempt.status_files import read_rank_statuses
 from trainckpt.errors import TrainckptError, UnusableSnapshot
 from trainckpt.format import json_io, shard_file
 from trainckpt.format.attempt_record import AttemptRecord

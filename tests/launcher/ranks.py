@@ -17,7 +17,7 @@ import threading
 import time
 from pathlib import Path
 
-from trainckpt.attempt.rank_status import namespace_of
+from trainckpt.attempt.status_files import namespace_of
 from trainckpt.launcher.torchrun_agent import ExitRecorder
 
 FOLDER = Path(sys.argv[1])

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from trainckpt.attempt.launch import command_hash
+from trainckpt.attempt.launch import command_hash, recorded_options
 from trainckpt.encryption.keys import parse_recipients
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.launcher.early_requeue import FirstLaunch, ask_to_be_queued_again
 from trainckpt.launcher.outcome import START_AGAIN
-from trainckpt.launcher.record import recorded_options
 from trainckpt.launcher.signal_policy import Inbox
 from trainckpt.launcher.supervise import RunResult, supervise
 from trainckpt.run_directory.run_url import open_directory
@@ -99,7 +98,8 @@ def test_a_rank_that_has_spoken_may_have_begun_a_run_though_no_record_can_be_rea
     """Its place does not answer any more: nobody knows then what it has committed there."""
     gone = str(tmp_path / "gone")
     speaks = (
-        f"import trainckpt.attempt.rank_status as t; t.RankStatusWriter({gone!r}).update(attempt=1)"
+        "from trainckpt.attempt.status_files import RankStatusWriter\n"
+        f"RankStatusWriter({gone!r}).update(attempt=1)"
     )
     ended = supervise([sys.executable, "-c", speaks], ours=True)
     assert (ended.record, ended.begun) == (None, True)

@@ -15,7 +15,7 @@ import pytest
 from tests.end_to_end.training import crashed, record, usable
 from tests.s3_servers import BUCKET
 from tests.stop.test_final_save import stop_on_a_slow_disk
-from trainckpt.attempt.rank_status import RankStatus
+from trainckpt.attempt.status_files import RankStatus
 from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.launcher.finish_uploads import LEAVE_S, _limit_s, left_by
 from trainckpt.launcher.signal_policy import Inbox

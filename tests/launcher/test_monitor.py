@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.limits import HANG_S
-from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE, RankStatusWriter, read_rank_statuses
+from trainckpt.attempt.status_files import SUPERVISOR_VARIABLE, RankStatusWriter, read_rank_statuses
 from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.launcher import signal_policy
 from trainckpt.launcher.supervise import supervise

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from tests.limits import HANG_S
-from trainckpt.attempt import rank_status
+from trainckpt.attempt import status_files
 from trainckpt.launcher import nested
 from trainckpt.launcher.nested import Nested
-from trainckpt.launcher.record import NamedRun
 from trainckpt.launcher.supervise import supervise
+from trainckpt.launcher.supervisor_record import NamedRun
 
 RANKS = str(Path(__file__).with_name("ranks.py"))
 STOPS = """
@@ -132,8 +132,8 @@ class CountedLooks(NamedRun):
 
     looks = 0
 
-    def look(self, *arguments, **options):
-        super().look(*arguments, **options)
+    def observe(self, *arguments, **options):
+        super().observe(*arguments, **options)
         self.looks += 1
 
     def claims_now(self):
@@ -158,16 +158,16 @@ def test_no_attempt_is_claimed_beside_those_of_the_ranks_within(job, tmp_path):
 
 def test_the_command_itself_is_no_script_that_trains(tmp_path):
     """It imports trainckpt, as scripts do."""
-    environment = {**os.environ, rank_status.SUPERVISOR_VARIABLE: str(tmp_path)}
+    environment = {**os.environ, status_files.SUPERVISOR_VARIABLE: str(tmp_path)}
     subprocess.run(
         [sys.executable, "-m", "trainckpt", "--version"],
         env=environment,
         check=True,
         stdout=subprocess.DEVNULL,
     )
-    assert not rank_status.has_imported(tmp_path)
+    assert not status_files.has_imported(tmp_path)
     subprocess.run([sys.executable, "-c", "import trainckpt"], env=environment, check=True)
-    assert rank_status.has_imported(tmp_path)
+    assert status_files.has_imported(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_word_that_is_none_has_said_nothing(tmp_path, text):
 
 def test_the_last_word_is_the_last(tmp_path, monkeypatch):
     """Of two that a script called one after the other."""
-    monkeypatch.setenv(rank_status.SUPERVISOR_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(status_files.SUPERVISOR_VARIABLE, str(tmp_path))
     for pid, at in ((7, 200), (8, 100)):
         file = tmp_path / f"nested-{pid}.json"
         file.write_text(f'{{"pid": {pid}, "namespace": ""}}')

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from trainckpt.attempt.rank_status import CLAIMED, LEFT, LISTENING, RankStatus
+from trainckpt.attempt.status_files import CLAIMED, LEFT, LISTENING, RankStatus
 from trainckpt.launcher import outcome
-from trainckpt.launcher.outcome import LaunchHistory, judge
+from trainckpt.launcher.outcome import LaunchHistory, classify
 from trainckpt.launcher.torchrun_agent import RankExit
 
 T = 1000.0
@@ -25,7 +25,7 @@ def end(rank: int, code: int, at: float = T) -> RankExit:
 
 
 @pytest.mark.parametrize(
-    ("course", "code", "how"),
+    ("history", "code", "how"),
     [
         # a command without a Checkpointer
         (LaunchHistory(0), 0, "finished"),
@@ -168,18 +168,18 @@ def end(rank: int, code: int, at: float = T) -> RankExit:
         (LaunchHistory(1, [said(1)], [end(1, -15)], ours=True), 143, "killed"),
     ],
 )
-def test_every_mixture_of_words_has_one_code(course, code, how):
+def test_every_mixture_of_words_has_one_code(history, code, how):
     """The first failure decides; what follows on it is consequence."""
-    found = judge(course)
+    found = classify(history)
     assert (found.exit_code, found.how) == (code, how)
-    assert found.why or course.cause
+    assert found.why or history.cause
 
 
 def test_the_reason_names_rank_and_signal():
-    course = LaunchHistory(1, [said(0), said(1)], [end(1, -9), end(0, 1, T + 0.2)])
-    assert judge(course).why == "rank 1 died of SIGKILL"
+    history = LaunchHistory(1, [said(0), said(1)], [end(1, -9), end(0, 1, T + 0.2)])
+    assert classify(history).why == "rank 1 died of SIGKILL"
 
 
 def test_a_rank_without_a_word_that_listened_is_not_in_start_up():
     told = RankStatus(1, 101, "h", "/run", None, LISTENING)
-    assert judge(LaunchHistory(1, [(told, T)], [end(1, -15)], ours=True)).exit_code == 143
+    assert classify(LaunchHistory(1, [(told, T)], [end(1, -15)], ours=True)).exit_code == 143

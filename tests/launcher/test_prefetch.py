@@ -16,7 +16,7 @@ import pytest
 from tests.end_to_end.test_memory_tier import flip
 from tests.end_to_end.training import attempt, crashed, usable
 from tests.limits import HANG_S
-from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE
+from trainckpt.attempt.status_files import SUPERVISOR_VARIABLE
 from trainckpt.launcher import prefetch
 from trainckpt.launcher.torchrun_command import likely_run
 from trainckpt.resume import host_cache

@@ -30,20 +30,20 @@ def test_a_process_lives_until_it_has_ended_and_is_a_child_until_it_was_waited_f
 
 
 def test_who_reported_itself_is_known_by_its_launch_or_else_by_its_start():
-    told_at = 1e9  # long before any process of this machine
+    reported_at = 1e9  # long before any process of this machine
     child = subprocess.Popen(["sleep", "600"], env={"TRAINCKPT_SUPERVISOR": "/one"})
     try:
         while "TRAINCKPT_SUPERVISOR" not in environment(child.pid):
             assert child.poll() is None
-        assert is_ours(living(child.pid), "/one", told_at)
-        assert not is_ours(living(child.pid), "/two", told_at)
+        assert is_ours(living(child.pid), "/one", reported_at)
+        assert not is_ours(living(child.pid), "/two", reported_at)
     finally:
         child.kill()
         child.wait()
     with subprocess.Popen(["sleep", "600"], env={}) as unmarked:
         found = living(unmarked.pid)
         assert is_ours(found, "/one", found.create_time())
-        assert not is_ours(found, "/one", told_at)
+        assert not is_ours(found, "/one", reported_at)
         unmarked.kill()
 
 

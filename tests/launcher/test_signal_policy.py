@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainckpt.attempt.rank_status import CLAIMED, LEFT, LISTENING, RETURNED, RankStatus
+from trainckpt.attempt.status_files import CLAIMED, LEFT, LISTENING, RETURNED, RankStatus
 from trainckpt.launcher import signal_policy
 from trainckpt.launcher.monitor import LaunchMonitor
 from trainckpt.launcher.outcome import Outcome
@@ -25,8 +25,8 @@ from trainckpt.launcher.signal_policy import (
 
 def rank(number: int, how: str | None = None, *, alive=True, code=None, state=None, grace=None):
     state = state or (LEFT if how else CLAIMED)
-    told = RankStatus(number, 100 + number, "h", "/run", 1, state, grace, how)
-    return RankProcess(told, 0.0, alive, code)
+    status = RankStatus(number, 100 + number, "h", "/run", 1, state, grace, how)
+    return RankProcess(status, 0.0, alive, code)
 
 
 def order(number: int, *ranks: RankProcess, ours=True, interrupts=0):
@@ -130,12 +130,12 @@ def test_only_what_failed_by_itself_is_started_again(verdict, again):
 
 
 def test_processes_may_be_dumped_instead_of_hearing_a_signal_unless_they_leave_already():
-    told, term = rank(0).told, signal.SIGTERM
+    status, term = rank(0).status, signal.SIGTERM
     deliver, to_script = (
         SignalAction(signal_policy.TO_RANKS, (100,), 15),
         SignalAction(signal_policy.TO_SCRIPT),
     )
-    asked = RankProcess(replace(told, asked=True), 0.0, alive=True)
+    asked = RankProcess(replace(status, asked=True), 0.0, alive=True)
     assert signal_policy.may_be_dumped_instead(deliver, [rank(0)], term)
     assert signal_policy.may_be_dumped_instead(deliver, [rank(0)], signal.SIGINT)
     assert signal_policy.may_be_dumped_instead(to_script, [], term)

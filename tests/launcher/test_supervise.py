@@ -20,18 +20,18 @@ import pytest
 
 from tests.limits import HANG_S
 from trainckpt import Checkpointer, NothingToResume
-from trainckpt.attempt.rank_status import (
+from trainckpt.attempt.status_files import (
     SUPERVISOR_VARIABLE,
     RankStatusWriter,
     namespace_of,
     read_rank_statuses,
 )
 from trainckpt.format.attempt_record import AttemptRecord
-from trainckpt.launcher import processes, record
+from trainckpt.launcher import processes, supervisor_record
 from trainckpt.launcher.outcome import Outcome
-from trainckpt.launcher.record import NamedRun
 from trainckpt.launcher.signal_policy import Inbox
 from trainckpt.launcher.supervise import supervise
+from trainckpt.launcher.supervisor_record import NamedRun
 from trainckpt.run_directory.run_url import open_directory
 from trainckpt.snapshot import attempt_history
 
@@ -320,8 +320,8 @@ def test_what_another_rank_s_failure_did_to_rank_0_is_corrected_in_the_record(sa
     """A broken connection, a stop that nobody answered, torchrun's SIGTERM taken for a notice."""
     code = {"failed": 1, "killed": 71, "stopped": 75}[said]
     first = Outcome(3, "failed", "rank 1 ended with 3")
-    assert record._is_consequence({"outcome": said, "exit_code": code}, first)
-    assert not record._is_consequence({"outcome": "failed", "exit_code": 4}, first)
+    assert supervisor_record._is_consequence({"outcome": said, "exit_code": code}, first)
+    assert not supervisor_record._is_consequence({"outcome": "failed", "exit_code": 4}, first)
 
 
 def named(tmp_path):
@@ -333,7 +333,7 @@ def test_a_command_with_a_place_and_no_checkpointer_is_recorded_while_it_runs(
     program, tmp_path, monkeypatch
 ):
     """After a while without an import of trainckpt, so that others can find it."""
-    monkeypatch.setattr(record, "CLAIM_AFTER_S", 0.0)
+    monkeypatch.setattr(supervisor_record, "CLAIM_AFTER_S", 0.0)
     text = """
         place = os.environ["TRAINCKPT_RUN"] + "/attempts/1.json"
         while not os.path.exists(place):
@@ -364,7 +364,7 @@ def test_how_such_a_command_ended_is_recorded_at_its_end(program, tmp_path, end,
     "end",
     [
         (
-            "from trainckpt.attempt.rank_status import RankStatusWriter\n"
+            "from trainckpt.attempt.status_files import RankStatusWriter\n"
             "RankStatusWriter('x').update(state='left', how='refused', exit_code=66); sys.exit(66)"
         ),
         "import trainckpt, a_module_that_is_not_there",

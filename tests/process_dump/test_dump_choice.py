@@ -15,8 +15,15 @@ from pathlib import Path
 import pytest
 
 from tests.process_dump.test_restore import RECORD
-from trainckpt.attempt.rank_status import RankProgress, RankStatus, RankStatusWriter, read_paces
-from trainckpt.attempt.record_log import FILE, AttemptId, files
+from trainckpt.attempt.record_writer import AttemptId
+from trainckpt.attempt.status_files import (
+    RESTORED_FILE,
+    RankProgress,
+    RankStatus,
+    RankStatusWriter,
+    read_paces,
+    restore_files,
+)
 from trainckpt.cli import pause
 from trainckpt.dumping import handshake
 from trainckpt.dumping.dump_choice import BOTH, DUMP, NOTHING, SNAPSHOT, DumpFacts, choose
@@ -241,7 +248,7 @@ def test_processes_that_were_restored_have_the_number_that_was_claimed_for_them(
     monkeypatch.setenv("TRAINCKPT_SUPERVISOR", str(tmp_path))
     number = AttemptId(4)
     assert number.value == 4
-    name, text = FILE, files(5, 0.0, None)[FILE]
+    name, text = RESTORED_FILE, restore_files(5, 0.0, None)[RESTORED_FILE]
     (tmp_path / name).write_text(text)
     assert number.value == 5
     for bad in ("", '{"attempt": "6"}', '{"attempt": 3}', "[]"):

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.snapshot.written import written
 from tests.state.helpers import registry, shard_of
-from trainckpt.attempt.record_log import AttemptId, AttemptLog
+from trainckpt.attempt.record_writer import AttemptId, RecordWriter
 from trainckpt.attempt.save_handle import COMMITTED, SaveHandle
 from trainckpt.errors import SaveFailed, TierUnavailable
 from trainckpt.format.attempt_record import AttemptRecord
@@ -67,7 +67,7 @@ def flushing(place, tiers):
     started = []
     for rank, tier in enumerate(tiers):
         tier.name = "slow"
-        log = AttemptLog(place, AttemptRecord(1), writes=rank == 0)
+        log = RecordWriter(place, AttemptRecord(1), writes=rank == 0)
         channel = RankStore(World(rank, 2, rank, "host"), store, "run/")
         work = UploadContext(
             place, ArenaFirstReader(place, None), channel, log, "run", AttemptId(1), 3

@@ -20,8 +20,8 @@ from torch.distributed import HashStore
 from tests.end_to_end.training import Parts, attempt
 from tests.limits import HANG_S
 from tests.preemption.test_gpu_health import Fake
-from trainckpt.attempt import record_log
-from trainckpt.attempt.record_log import AttemptId
+from trainckpt.attempt import status_files
+from trainckpt.attempt.record_writer import AttemptId
 from trainckpt.attempt.script_hooks import Hooks
 from trainckpt.dumping import handshake
 from trainckpt.dumping.handshake import DumpRequest
@@ -75,11 +75,11 @@ class Supervisor:
         claimed = attempt_history.claim(
             tier, lambda number: before.with_(attempt=number, parent="dump~1.99", outcome=None)
         )
-        for name, text in record_log.files(claimed.attempt, 0.0, None).items():
+        for name, text in status_files.restore_files(claimed.attempt, 0.0, None).items():
             (self.folder / name).write_text(text)
         time.sleep(self.takes_s)
         self.let_go_at = time.monotonic()
-        record_log.announce_all_run(self.folder)
+        status_files.announce_all_run(self.folder)
 
     def join(self):
         self._thread.join(HANG_S)
@@ -189,9 +189,9 @@ def test_nothing_is_done_before_all_processes_were_let_go(tmp_path, folder):
 def test_nobody_waits_for_a_supervisor_that_is_gone(tmp_path, monkeypatch):
     with subprocess.Popen(["true"]) as gone:
         pass
-    (tmp_path / record_log.RESTORING).write_text(str(gone.pid))
-    monkeypatch.setattr(record_log, "LOOK_EVERY_S", 3600.0)
-    record_log.wait_until_all_run(tmp_path)
+    (tmp_path / status_files.RESTORING_FILE).write_text(str(gone.pid))
+    monkeypatch.setattr(status_files, "POLL_EVERY_S", 3600.0)
+    status_files.wait_until_all_run(tmp_path)
 
 
 def test_a_hook_that_fails_before_means_no_dump(tmp_path, folder):

@@ -8,8 +8,7 @@ import time
 import pytest
 
 from trainckpt.attempt.options import read_options
-from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE
-from trainckpt.attempt.record_log import FILE, files
+from trainckpt.attempt.status_files import RESTORED_FILE, SUPERVISOR_VARIABLE, restore_files
 from trainckpt.errors import ConfigurationError
 from trainckpt.preemption.polling import PollingSource
 from trainckpt.preemption.slurm import JobEnd
@@ -79,14 +78,14 @@ def test_the_wall_time_of_restored_processes_is_that_of_the_job_they_go_on_in(
     now_s = time.monotonic()
     end = OtherJobsEnd(100.0, 5.0)
     assert end() is None
-    (tmp_path / FILE).write_text(files(2, now_s, None)[FILE])
+    (tmp_path / RESTORED_FILE).write_text(restore_files(2, now_s, None)[RESTORED_FILE])
     assert end() == (now_s + 100.0, 5.0)
     job_ends = str(time.time() + 50.0)
-    (tmp_path / FILE).write_text(files(3, now_s, job_ends)[FILE])
+    (tmp_path / RESTORED_FILE).write_text(restore_files(3, now_s, job_ends)[RESTORED_FILE])
     assert end()[0] == pytest.approx(now_s + 50.0, abs=10.0)
     assert end() == end()
     assert OtherJobsEnd(None, None)()[0] == pytest.approx(now_s + 50.0, abs=10.0)
-    (tmp_path / FILE).write_text(files(4, now_s, None)[FILE])
+    (tmp_path / RESTORED_FILE).write_text(restore_files(4, now_s, None)[RESTORED_FILE])
     assert OtherJobsEnd(None, None)() == (math.inf, 120.0)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.training import notice, record
-from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE, read_rank_statuses
+from trainckpt.attempt.status_files import SUPERVISOR_VARIABLE, read_rank_statuses
 from trainckpt.preemption.slurm import UNKNOWN, Job, Scontrol
 from trainckpt.stop.requeue import LINGER_S, Requeue
 

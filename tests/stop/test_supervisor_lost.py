@@ -7,9 +7,9 @@ import subprocess
 
 import pytest
 
-from trainckpt.attempt import rank_status
+from trainckpt.attempt import status_files
 from trainckpt.attempt.options import read_options
-from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE, namespace_of
+from trainckpt.attempt.status_files import SUPERVISOR_VARIABLE, namespace_of
 from trainckpt.notice import Notice
 from trainckpt.ranks.world import World
 from trainckpt.stop.notice_sources import REASON, SupervisorLost, further_sources
@@ -22,7 +22,7 @@ def tell(tmp_path, monkeypatch):
 
     def told(pid: object, namespace: object = namespace_of("self")) -> SupervisorLost:
         word = json.dumps({"pid": pid, "namespace": namespace})
-        (tmp_path / rank_status.FILE).write_text(word)
+        (tmp_path / status_files.SUPERVISOR_FILE).write_text(word)
         return SupervisorLost(tmp_path)
 
     return told
@@ -32,13 +32,15 @@ def test_a_killed_supervisor_is_a_notice_and_a_living_one_is_none(tell, tmp_path
     supervisor = subprocess.Popen(["sleep", "600"])
     source = tell(supervisor.pid)
     assert source.poll() == []
-    assert rank_status.is_supervised()
+    assert status_files.is_supervised()
     supervisor.kill()
     supervisor.wait()
     assert source.poll() == [Notice(REASON)]
-    assert not rank_status.is_supervised()
+    assert not status_files.is_supervised()
     # This process restores the ranks from a dump.
-    rank_status.write_status(tmp_path / rank_status.FILE, rank_status.this_supervisor())
+    status_files.write_status(
+        tmp_path / status_files.SUPERVISOR_FILE, status_files.this_supervisor()
+    )
     assert source.poll() == []
 
 
@@ -51,7 +53,7 @@ def test_who_is_not_known_is_not_gone(tell, tmp_path):
     assert tell(ended.pid, "pid:[1]").poll() == []  # numbers of another container
     for pid in (0, -1, True, "1", None, 2**40):
         assert tell(pid).poll() == []
-    (tmp_path / rank_status.FILE).write_text("[")
+    (tmp_path / status_files.SUPERVISOR_FILE).write_text("[")
     assert SupervisorLost(tmp_path).poll() == []
 
 

@@ -1,1 +1,10 @@
-"""One attempt of a run: options, record, launch, and the status of its rank for others."""
+"""One attempt of a run, as its ranks see it.
+
+options, memory_budget  what the user set, and the memory allowed
+launch, fingerprint     facts of the start: command, environment, software and hardware
+record_writer           the attempt's record in the run directory, for good
+status_files            the rank's status for the processes of its launch, until they end
+heartbeat               the sign of life in the run directory
+progress_counter        steps, micro-batches and epochs so far
+save_handle             one save, from its request to its commit
+"""

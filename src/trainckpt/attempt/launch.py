@@ -23,6 +23,7 @@ import os
 import re
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError
@@ -30,6 +31,8 @@ from trainckpt.storage.redact import keys_redacted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from trainckpt.attempt.options import Options
 
 
 REDACTED = "<redacted>"
@@ -178,6 +181,35 @@ def recorded_environment(facts: Mapping[str, Any]) -> dict[str, str]:
     recorded = facts.get("env")
     known = recorded if isinstance(recorded, dict) else {}
     return {name: str(v) for name, v in known.items() if not name.startswith("SLURM_")}
+
+
+# Kept even if redacted: without it secrets would be written in the clear, so an error is better.
+ENCRYPT_TO_VARIABLE = "TRAINCKPT_ENCRYPT_TO"
+
+
+def recorded_options(facts: Mapping[str, Any]) -> Options:
+    """Return the options recorded in an attempt's facts; without facts, this process's own.
+
+    A resume may run in another folder and shell. The variables of the launch count, except those
+    set here, and secrets, which are not stored.
+
+    Raises:
+        ConfigurationError: one is unreadable.
+    """
+    from trainckpt.attempt.options import read_options
+
+    recorded_variables = {
+        name: value
+        for name, value in recorded_environment(facts).items()
+        if name == ENCRYPT_TO_VARIABLE or REDACTED not in value
+    }
+    return read_options({}, {**recorded_variables, **os.environ}, recorded_cwd(facts))
+
+
+def recorded_cwd(facts: Mapping[str, Any]) -> Path:
+    """Return the folder in which the command was launched."""
+    cwd = facts.get("cwd")
+    return Path(cwd) if isinstance(cwd, str) else Path.cwd()
 
 
 def redact_text(text: str) -> str:

@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from trainckpt.attempt.rank_status import remove_import_mark
+from trainckpt.attempt.status_files import remove_import_mark
 from trainckpt.cli.output import tell
 from trainckpt.errors import ConfigurationError, TrainckptError
 from trainckpt.format.names import VERSION

@@ -42,8 +42,8 @@ from trainckpt.format.duration import WANTED, parse_duration
 from trainckpt.launcher import dumper
 from trainckpt.launcher.dumper import DumpAnswer
 from trainckpt.launcher.outcome import INTERRUPTED
-from trainckpt.launcher.record import BY_SUPERVISOR
 from trainckpt.launcher.restored import LISTENS
+from trainckpt.launcher.supervisor_record import BY_SUPERVISOR
 from trainckpt.process_dump import criu
 from trainckpt.run_directory import run_url
 from trainckpt.run_directory.run_tiers import no_run_at

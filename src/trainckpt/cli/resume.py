@@ -19,9 +19,9 @@ from trainckpt.errors import ConfigurationError, NothingToResume, TrainckptError
 from trainckpt.format import manifest as manifests
 from trainckpt.format import names
 from trainckpt.launcher.early_requeue import ask_to_be_queued_again, before_launch, unless_signalled
-from trainckpt.launcher.record import BY_SUPERVISOR, NamedRun
 from trainckpt.launcher.signal_policy import heard
 from trainckpt.launcher.supervise import RESTART_VARIABLE, supervise
+from trainckpt.launcher.supervisor_record import BY_SUPERVISOR, NamedRun
 from trainckpt.launcher.torchrun_command import take_max_restarts, torchrun_command
 from trainckpt.run_directory import run_url, tier_config
 from trainckpt.run_directory.run_tiers import open_everywhere

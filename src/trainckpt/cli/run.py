@@ -18,9 +18,9 @@ from trainckpt.cli import dumps, output
 from trainckpt.cli.output import tell
 from trainckpt.errors import ConfigurationError
 from trainckpt.launcher.early_requeue import FirstLaunch, ask_to_be_queued_again
-from trainckpt.launcher.record import NAME_VARIABLE, NamedRun
 from trainckpt.launcher.signal_policy import heard
 from trainckpt.launcher.supervise import RunResult, supervise
+from trainckpt.launcher.supervisor_record import NAME_VARIABLE, NamedRun
 from trainckpt.launcher.torchrun_command import (
     NPROC_OPTIONS,
     recorded_form,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainckpt.attempt.heartbeat import is_alive
-from trainckpt.attempt.rank_status import ByteCount, Pid, read_status, read_statuses, write_status
+from trainckpt.attempt.status_files import ByteCount, Pid, read_status, read_statuses, write_status
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,7 +1,8 @@
-"""Read and write the record of one attempt: its processes, starting snapshot and outcome.
+"""Parse and dump the record of one attempt: its processes, starting snapshot and outcome.
 
-The Checkpointer writes it when the attempt begins and replaces it as it goes on. People, `resume`
-and schedulers read it. Unknown keys are kept, so a newer release may add some.
+Written by `attempt.record_writer` in the ranks, when the attempt begins and as it goes on, and by
+`launcher.supervisor_record` if the ranks cannot. Read by people, `resume` and schedulers, through
+`snapshot.attempt_history`. Unknown keys are kept, so a newer release may add some.
 """
 
 from __future__ import annotations

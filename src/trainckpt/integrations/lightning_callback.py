@@ -129,7 +129,7 @@ class CheckpointFiles:
         assert self._ckpt._attempt is not None
         for name in list(self._names)[:-MOST]:
             del self._names[name]
-        self._ckpt._attempt.log.set_fact(FACT, NAMES, dict(self._names))
+        self._ckpt._attempt.record_writer.set_fact(FACT, NAMES, dict(self._names))
 
 
 def _names_before(ckpt: Checkpointer) -> dict[str, int]:

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.heartbeat import Heartbeat
-from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE, read_paces, read_rank_statuses
+from trainckpt.attempt.launch import recorded_cwd, recorded_options
+from trainckpt.attempt.status_files import SUPERVISOR_VARIABLE, read_paces, read_rank_statuses
 from trainckpt.dumping import handshake
 from trainckpt.dumping.dump_choice import BOTH, DUMP, NOTHING, DumpFacts, choose, is_too_late
 from trainckpt.dumping.handshake import DumpRequest
@@ -36,7 +37,6 @@ from trainckpt.format import names
 from trainckpt.format.dump import DumpName
 from trainckpt.launcher.output_relay import OutputRelay
 from trainckpt.launcher.processes import orphans_come_here
-from trainckpt.launcher.record import launch_folder, recorded_options
 from trainckpt.preemption.notice_file import MAX_BYTES, parse
 from trainckpt.process_dump import criu, dump, gpu_state, no_io_uring, process_tree
 from trainckpt.process_dump.cuda_driver import CudaDriver
@@ -51,11 +51,11 @@ from trainckpt.storage.local import LocalTier
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from trainckpt.attempt.rank_status import RankStatus
+    from trainckpt.attempt.status_files import RankStatus
     from trainckpt.dumping.handshake import RankQuiesced
     from trainckpt.format.attempt_record import AttemptRecord
     from trainckpt.launcher.processes import Process
-    from trainckpt.launcher.record import NamedRun
+    from trainckpt.launcher.supervisor_record import NamedRun
     from trainckpt.process_dump.criu import Ability
     from trainckpt.process_dump.gpu_state import GpuTree
     from trainckpt.storage.base import Place, Tier
@@ -123,7 +123,7 @@ def recipients(folder: Path, tier: LocalTier, record: AttemptRecord) -> tuple[st
         ConfigurationError: an option is unreadable, or the package is missing.
         UnusableSnapshot, TierUnavailable: that dump's record cannot be read.
     """
-    cwd = launch_folder(record.facts)
+    cwd = recorded_cwd(record.facts)
     statuses = read_rank_statuses(folder).values()
     claimed = [status for status in statuses if status.attempt is not None]
     texts = tuple(sorted({text for status in claimed for text in status.encrypt_to}))
@@ -348,12 +348,15 @@ class Dumper:
 
     def _find(self, ranks: Sequence[RankStatus]) -> None:
         """Find the attempt, once it is known."""
-        named, claimed = self._launch.named, [told for told in ranks if told.attempt is not None]
+        named, claimed = (
+            self._launch.named,
+            [status for status in ranks if status.attempt is not None],
+        )
         if named is not None and named.record is not None:
             self._tier, self._attempt = named.tier, named.record.attempt
         elif claimed and self._tier is None:
-            told = min(claimed, key=lambda each: each.rank)
-            self._tier, self._attempt = run_url.open_other_place(told.run), told.attempt or 0
+            lowest = min(claimed, key=lambda status: status.rank)
+            self._tier, self._attempt = run_url.open_other_place(lowest.run), lowest.attempt or 0
 
     def _answer(
         self,

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainckpt.attempt.launch import recorded_cwd
 from trainckpt.attempt.options import LOCAL, MEMORY
 from trainckpt.errors import SaveFailed, TrainckptError
 from trainckpt.format.names import SnapshotName
-from trainckpt.launcher.record import launch_folder
 from trainckpt.run_directory import run_url
 from trainckpt.run_directory.run_tiers import move, open_everywhere
 from trainckpt.run_directory.run_url import PROVE_VARIABLE
@@ -37,7 +37,7 @@ from trainckpt.snapshot import attempt_history, upload
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from trainckpt.attempt.rank_status import RankStatus
+    from trainckpt.attempt.status_files import RankStatus
     from trainckpt.format.attempt_record import AttemptRecord
     from trainckpt.format.manifest import Manifest
     from trainckpt.launcher.signal_policy import Inbox
@@ -267,7 +267,7 @@ def _started(
     """Start the upload process in the command's own folder, since relative URLs of tiers count from
     there.
     """
-    folder = launch_folder(record.facts)
+    folder = recorded_cwd(record.facts)
     command = [
         sys.executable,
         "-m",

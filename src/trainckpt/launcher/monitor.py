@@ -15,7 +15,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainckpt.attempt.rank_status import has_imported, namespace_of, read_rank_statuses
+from trainckpt.attempt.status_files import has_imported, namespace_of, read_rank_statuses
 from trainckpt.launcher import nested, outcome, signal_policy
 from trainckpt.launcher.dumper import DumpReason, write_notice
 from trainckpt.launcher.outcome import LaunchHistory
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 
     import psutil
 
-    from trainckpt.attempt.rank_status import RankStatus
+    from trainckpt.attempt.status_files import RankStatus
     from trainckpt.launcher.dumper import Dumper
     from trainckpt.launcher.processes import Process
-    from trainckpt.launcher.record import NamedRun
     from trainckpt.launcher.signal_policy import Inbox
+    from trainckpt.launcher.supervisor_record import NamedRun
 
 LOOK_S = 0.5
 NOBODY = 2**30  # no kernel gives a process this number
@@ -104,17 +104,17 @@ class LaunchMonitor:
             if not self._cause:
                 self._keep_time(ranks)
             if self._named is not None and self._process.poll() is None:
-                statuses = [rank.told for rank in ranks]
+                statuses = [rank.status for rank in ranks]
                 is_instrumented = self._imported() or bool(nested.read(self._folder))
-                self._named.look(self._process.pid, statuses, imported=is_instrumented)
+                self._named.observe(self._process.pid, statuses, imported=is_instrumented)
             if (dumper := self._ready_dumper()) is not None:
                 left_s = self._deadline(ranks) - time.monotonic()
-                self._note_dump(dumper, dumper.look([rank.told for rank in ranks], left_s))
+                self._note_dump(dumper, dumper.look([rank.status for rank in ranks], left_s))
         if self._process.returncode != 0 and self._cause != outcome.DUMPED:
             self._kill_all()
         return self._history()
 
-    def told(self) -> list[RankStatus]:
+    def statuses(self) -> list[RankStatus]:
         """Return the last statuses of this host's ranks."""
         return list(read_rank_statuses(self._folder).values())
 
@@ -132,15 +132,15 @@ class LaunchMonitor:
     def _ranks(self) -> list[RankProcess]:
         ends = {end.pid: end.code for end in read_ends(self._folder)}
         rank_processes = []
-        for number, status in sorted(self._words().items()):
+        for number, status in sorted(self._read_statuses().items()):
             if status.host == self._host:
-                told_at = self._told_at(number)
-                alive = self._is_alive(status.pid, told_at)
+                reported_at = self._reported_at(number)
+                alive = self._is_alive(status.pid, reported_at)
                 code = None if alive else self._code(status.pid, ends)
-                rank_processes.append(RankProcess(status, told_at, alive, code))
+                rank_processes.append(RankProcess(status, reported_at, alive, code))
         return rank_processes
 
-    def _words(self) -> dict[int, RankStatus]:
+    def _read_statuses(self) -> dict[int, RankStatus]:
         """Return the ranks' statuses, with process ids that are valid in this namespace."""
         return {
             number: replace(status, pid=self._number(status.pid, status.namespace))
@@ -167,16 +167,16 @@ class LaunchMonitor:
         # Ranks that the script itself started are the script's to look after.
         return None if self._has_agent and living(child) is None else 0
 
-    def _told_at(self, rank: int) -> float:
+    def _reported_at(self, rank: int) -> float:
         try:
             return (self._folder / f"rank{rank}.json").stat().st_mtime
         except OSError:
             return time.time()
 
-    def _is_alive(self, pid: int, told_at: float) -> bool:
+    def _is_alive(self, pid: int, reported_at: float) -> bool:
         process = living(pid)
         if pid not in self._seen:
-            belongs = process is not None and is_ours(process, str(self._folder), told_at)
+            belongs = process is not None and is_ours(process, str(self._folder), reported_at)
             self._seen[pid] = process if belongs else None
             self._children[pid] = child_above(pid, self._process.pid)
         return process is not None and process == self._seen[pid]
@@ -237,7 +237,9 @@ class LaunchMonitor:
 
     def _write_notices(self, ranks: list[RankProcess]) -> None:
         """Write notices to ranks without signal handlers, once they look for notices."""
-        deaf = [r.told for r in ranks if r.listens and r.told.deaf and r.told.attempt is not None]
+        deaf = [
+            r.status for r in ranks if r.listens and r.status.deaf and r.status.attempt is not None
+        ]
         new = {(status.run, status.attempt or 0) for status in deaf} - self._notified
         if not self._signal or self._went_to_script or self._cause or not new:
             return
@@ -250,7 +252,7 @@ class LaunchMonitor:
         now = time.monotonic()
         if now >= self._deadline(ranks):
             elapsed_s = now - self._signalled_at
-            remaining_ranks = ", ".join(str(rank.told.rank) for rank in ranks if rank.alive)
+            remaining_ranks = ", ".join(str(rank.status.rank) for rank in ranks if rank.alive)
             self._end(
                 outcome.DEADLINE,
                 f"deadline: {elapsed_s:.1f} s after {self._signal} the run had "
@@ -265,7 +267,7 @@ class LaunchMonitor:
             gone_ranks = [rank for rank in ranks if rank.is_gone] or ranks
             self._end(
                 outcome.OTHERS_LOST,
-                f"rank {gone_ranks[0].told.rank} died, and the other ranks did "
+                f"rank {gone_ranks[0].status.rank} died, and the other ranks did "
                 f"not end within {limit_s:.0f} s",
             )
 
@@ -286,7 +288,7 @@ class LaunchMonitor:
         elapsed_s = 0.0 if signalled_s is None else time.monotonic() - signalled_s
         left_s = None if grace_s is None else max(grace_s - elapsed_s, 0.0)
         reason = DumpReason(name, left_s, host_returns=signal_policy.host_returns())
-        is_dumped = dumper.notice(reason, [rank.told for rank in ranks])
+        is_dumped = dumper.notice(reason, [rank.status for rank in ranks])
         self._note_dump(dumper, is_dumped)
         if is_dumped:
             self._inbox.stop_s = signalled_s
@@ -317,18 +319,18 @@ class LaunchMonitor:
         self._kill_all()
 
     def _kill_all(self) -> None:
-        told_pids = [rank.told.pid for rank in self._ranks() if rank.alive]
-        kill_all(self._process, str(self._folder), told_pids)
+        reported_pids = [rank.status.pid for rank in self._ranks() if rank.alive]
+        kill_all(self._process, str(self._folder), reported_pids)
 
     def _history(self) -> LaunchHistory:
         code = self._process.returncode
         ends = read_ends(self._folder)
         if not self._has_agent:
             ends = [*ends, RankExit(self._process.pid, code, time.time())]
-        statuses = self._words()
+        statuses = self._read_statuses()
         return LaunchHistory(
             code=128 - code if code < 0 else code,
-            told=[(status, self._told_at(number)) for number, status in statuses.items()],
+            statuses=[(status, self._reported_at(number)) for number, status in statuses.items()],
             ends=ends,
             ours=self._ours or self._imported(),
             signalled=bool(self._signal),

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.attempt import rank_status
-from trainckpt.attempt.rank_status import (
+from trainckpt.attempt import status_files
+from trainckpt.attempt.status_files import (
     ExitCode,
     Pid,
     launch_folder,
@@ -52,7 +52,7 @@ class ParentReporter:
     def __init__(self) -> None:
         parent_folder = launch_folder()
         self._above = (
-            parent_folder if parent_folder is not None and rank_status.is_supervised() else None
+            parent_folder if parent_folder is not None and status_files.is_supervised() else None
         )
         self._said = Nested(os.getpid(), namespace_of("self"))
         self.tell()

@@ -17,9 +17,10 @@ from __future__ import annotations
 import math
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainckpt.attempt.rank_status import REFUSED
+from trainckpt.attempt.status_files import REFUSED
 from trainckpt.errors import (
     ConfigurationError,
     NoAgreement,
@@ -30,9 +31,9 @@ from trainckpt.errors import (
 from trainckpt.format.attempt_record import FAILED, FINISHED, KILLED, STOPPED
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from trainckpt.attempt.rank_status import RankStatus
+    from trainckpt.attempt.status_files import RankStatus
     from trainckpt.launcher.nested import Nested
     from trainckpt.launcher.torchrun_agent import RankExit
 
@@ -59,7 +60,7 @@ class LaunchHistory:
 
     code: int  # the launched process's own exit code, 128 + n after a signal
     # last status of each rank of this host, and its time (`time.time`)
-    told: Sequence[tuple[RankStatus, float]] = ()
+    statuses: Sequence[tuple[RankStatus, float]] = ()
     ends: Sequence[RankExit] = ()  # exits of processes, in order
     ours: bool = False  # the command uses trainckpt
     signalled: bool = False  # a signal for the ranks came
@@ -106,7 +107,7 @@ class _Failure:
         return self.at < at or (math.isinf(self.at) and not self.may_be_consequence)
 
 
-def judge(history: LaunchHistory) -> Outcome:
+def classify(history: LaunchHistory) -> Outcome:
     """Return the outcome of a launch."""
     if history.cause == SECOND_INTERRUPT:
         return Outcome(INTERRUPTED, KILLED, "a second interrupt", on_purpose=True)
@@ -134,9 +135,24 @@ def judge(history: LaunchHistory) -> Outcome:
     return Outcome(history.code, KILLED if is_killed else FAILED, f"the command {ending}")
 
 
+def start_again_code(environment: Mapping[str, str], cwd: str | Path | None) -> int:
+    """Return the exit code for "saved, start me again" of a command with this environment.
+
+    The default if an option is unreadable: the ranks refuse it by name.
+    """
+    from trainckpt.attempt.options import read_options
+
+    try:
+        return read_options({}, environment, Path(cwd or ".")).exit_code
+    except (ConfigurationError, OSError):
+        return START_AGAIN
+
+
 def _stop(history: LaunchHistory, failures: Sequence[_Failure]) -> Outcome | None:
     """Return the stop, unless it was the consequence of a failure."""
-    stops = [(s, stopped_at) for s, stopped_at in history.told if s.how == STOPPED and s.exit_code]
+    stops = [
+        (s, stopped_at) for s, stopped_at in history.statuses if s.how == STOPPED and s.exit_code
+    ]
     if not stops:
         return None
     first_stop = min(stopped_at for _, stopped_at in stops)
@@ -178,10 +194,10 @@ def _stop_within(history: LaunchHistory) -> Outcome | None:
 
 def _failures(history: LaunchHistory) -> list[_Failure]:
     """Return all failures of this launch, in order."""
-    by_pid = {status.pid: status for status, _ in history.told}
+    by_pid = {status.pid: status for status, _ in history.statuses}
     failures = [
-        _Failure(told_at, status.exit_code, status.how, f"rank {status.rank}", has_said_so=True)
-        for status, told_at in history.told
+        _Failure(reported_at, status.exit_code, status.how, f"rank {status.rank}", has_said_so=True)
+        for status, reported_at in history.statuses
         if status.how in (FAILED, REFUSED) and status.exit_code
     ]
     for end in history.ends:
@@ -205,7 +221,7 @@ def _from_first(failures: Sequence[_Failure], history: LaunchHistory) -> Outcome
         reason = f"{first.who} got {_name(first.code)} before it listened"
         return Outcome(history.start_again, NOTICE, reason, on_purpose=True)
     if first.code == NoAgreement.exit_code and first.how == FAILED and history.ours:
-        said = any(s.how == FAILED and s.exit_code == first.code for s, _ in history.told)
+        said = any(s.how == FAILED and s.exit_code == first.code for s, _ in history.statuses)
         if not said:  # the watcher ended it: a stop that failed
             reason = f"{first.who} exited with 71: ranks did not agree on the stop in time"
             return Outcome(first.code, KILLED, reason, on_purpose=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainckpt.attempt.memory_budget import has_room, training_bytes
-from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE
+from trainckpt.attempt.status_files import SUPERVISOR_VARIABLE
 from trainckpt.errors import TrainckptError
 from trainckpt.format.names import RUN_RECORD
 from trainckpt.resume import candidate_order

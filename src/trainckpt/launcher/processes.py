@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 
-from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE, namespace_of
+from trainckpt.attempt.status_files import SUPERVISOR_VARIABLE, namespace_of
 from trainckpt.process_dump.process_tree import processes as tree
 from trainckpt.process_dump.process_tree import send
 from trainckpt.storage.libc import libc
@@ -47,7 +47,7 @@ def living(pid: int) -> psutil.Process | None:
         return process
 
 
-def is_ours(process: psutil.Process, folder: str, told_at: float) -> bool:
+def is_ours(process: psutil.Process, folder: str, reported_at: float) -> bool:
     """Return True if it is still the process that reported itself at that time.
 
     An id can be given to another process. Programs that set their title overwrite the environment
@@ -58,7 +58,7 @@ def is_ours(process: psutil.Process, folder: str, told_at: float) -> bool:
         return mark == folder
     if process.pid <= 1:  # who launches others is none of the ranks
         return False
-    return bool(process.create_time() <= told_at + CLOCKS_DIFFER_S)
+    return bool(process.create_time() <= reported_at + CLOCKS_DIFFER_S)
 
 
 def seen_from_here(number: int, namespace: str, ancestor: int) -> int | None:
@@ -105,19 +105,19 @@ def child_above(pid: int, ancestor: int) -> int:
     return pid
 
 
-def kill_all(process: Process, folder: str, told: Iterable[int] = ()) -> None:
+def kill_all(process: Process, folder: str, reported: Iterable[int] = ()) -> None:
     """Kill a launched process, its descendants, and orphans of the launch.
 
     Args:
         process: The launched process; it may be gone.
         folder: The value of TRAINCKPT_SUPERVISOR in its environment, or "".
-        told: Process ids reported by ranks.
+        reported: Process ids reported by ranks.
     """
-    told_pids = tuple(told)
+    reported_pids = tuple(reported)
     quiet_rounds = 0
     for _ in range(KILL_ROUNDS):  # a process may be forking while the list is made
         leader = [process.pid] if process.returncode is None else []
-        members = _members([*leader, *told_pids], folder)
+        members = _members([*leader, *reported_pids], folder)
         send(members, signal.SIGKILL)
         quiet_rounds = 0 if members else quiet_rounds + 1
         if quiet_rounds == QUIET_ROUNDS:

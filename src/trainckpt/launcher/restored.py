@@ -19,20 +19,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.attempt import record_log
-from trainckpt.attempt.launch import recorded_environment
-from trainckpt.attempt.rank_status import REFUSED
+from trainckpt.attempt import status_files
+from trainckpt.attempt.launch import recorded_cwd, recorded_environment
+from trainckpt.attempt.status_files import REFUSED
 from trainckpt.errors import TrainckptError, UnusableSnapshot
 from trainckpt.format.attempt_record import FAILED, UNDECIDED
 from trainckpt.format.dump import IMAGES
 from trainckpt.launcher.dumper import outputs
 from trainckpt.launcher.finish_uploads import flush_left
 from trainckpt.launcher.monitor import LaunchMonitor
-from trainckpt.launcher.outcome import Outcome
+from trainckpt.launcher.outcome import Outcome, start_again_code
 from trainckpt.launcher.processes import ReparentedProcess, orphans_come_here
-from trainckpt.launcher.record import launch_folder, start_again_code
 from trainckpt.launcher.signal_policy import starts_again
-from trainckpt.launcher.supervise import RunResult, settle
+from trainckpt.launcher.supervise import RunResult, classify_and_record
 from trainckpt.preemption.wall_time import SLURM_VARIABLE, process_start_s
 from trainckpt.process_dump import restore
 from trainckpt.snapshot import attempt_history
@@ -41,13 +40,13 @@ from trainckpt.storage.private_files import must_be_private
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from trainckpt.attempt.rank_status import RankStatus
+    from trainckpt.attempt.status_files import RankStatus
     from trainckpt.format.dump import DumpRecord
     from trainckpt.launcher.dumper import Dumpable
     from trainckpt.launcher.outcome import LaunchHistory
     from trainckpt.launcher.output_relay import OutputRelay
-    from trainckpt.launcher.record import NamedRun
     from trainckpt.launcher.signal_policy import Inbox
+    from trainckpt.launcher.supervisor_record import NamedRun
     from trainckpt.process_dump.restore import RestorableDump
     from trainckpt.storage.local import LocalTier
 
@@ -100,11 +99,11 @@ def supervise_restored(dumped: RestoredDump, inbox: Inbox) -> RunResult:
             named=named,
             dumper=dumped.dumpable.dumper(process, folder, logs, named),
         )
-        course = launched.run()
-        ranks = launched.told()
+        history = launched.run()
+        ranks = launched.statuses()
     # The ranks report the attempt that they began as.
     ranks = [replace(r, attempt=attempt) if r.attempt is not None else r for r in ranks]
-    return _ended(dumped, course, ranks, inbox)
+    return _ended(dumped, history, ranks, inbox)
 
 
 @contextlib.contextmanager
@@ -183,7 +182,7 @@ def _bring_back(dumped: RestoredDump, whole: RestorableDump, lock: int) -> int:
             message = f"{name} could not be restored: no attempt could be claimed: {error}"
             raise UnusableSnapshot(message) from error
         ends = os.environ.get(SLURM_VARIABLE)
-        return record_log.files(claimed[0], process_start_s(), ends)
+        return status_files.restore_files(claimed[0], process_start_s(), ends)
 
     try:
         whole.bring_back(_must_be_newest(dumped), claim, [lock], dumped.dumpable.say)
@@ -195,22 +194,22 @@ def _bring_back(dumped: RestoredDump, whole: RestorableDump, lock: int) -> int:
         else:  # the attempt says so too
             named_run.end((), Outcome(error.exit_code, FAILED, error.message))
         raise
-    record_log.announce_all_run(Path(dumped.record.folder))
+    status_files.announce_all_run(Path(dumped.record.folder))
     dumped.dumpable.say(f"restored {name} as attempt {claimed[0]}")
     return claimed[0]
 
 
 def _ended(
-    dumped: RestoredDump, course: LaunchHistory, ranks: Sequence[RankStatus], inbox: Inbox
+    dumped: RestoredDump, history: LaunchHistory, ranks: Sequence[RankStatus], inbox: Inbox
 ) -> RunResult:
     variables = {**recorded_environment(dumped.facts), **os.environ}
-    code = start_again_code(variables, launch_folder(dumped.facts))
-    course = replace(course, start_again=code)
-    verdict, record, _, was_signalled = settle(course, ranks, inbox, dumped.named)
+    code = start_again_code(variables, recorded_cwd(dumped.facts))
+    history = replace(history, start_again=code)
+    outcome, record, _, was_signalled = classify_and_record(history, ranks, inbox, dumped.named)
     if any(status.how == REFUSED for status in ranks):
-        raise UnusableSnapshot(f"{dumped.record.name} was restored, but {verdict.why}")
-    is_restarting = starts_again(verdict, done=0, most=dumped.max_restarts, signalled=was_signalled)
+        raise UnusableSnapshot(f"{dumped.record.name} was restored, but {outcome.why}")
+    is_restarting = starts_again(outcome, done=0, most=dumped.max_restarts, signalled=was_signalled)
     if record is not None and not is_restarting:
         say, url = dumped.dumpable.say, dumped.tier.url
         record = flush_left(record, ranks, inbox=inbox, variables=os.environ, say=say, run=url)
-    return RunResult(verdict.exit_code, record, 0, verdict.why, is_restarting, start_again=code)
+    return RunResult(outcome.exit_code, record, 0, outcome.why, is_restarting, start_again=code)

@@ -14,17 +14,17 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.attempt.rank_status import CLAIMED, LISTENING, RETURNED
+from trainckpt.attempt.launch import recorded_options
+from trainckpt.attempt.status_files import CLAIMED, LISTENING, RETURNED
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt_record import FAILED, FINISHED, KILLED, STOPPED
 from trainckpt.launcher.outcome import INTERRUPTED, REFUSALS, Outcome
-from trainckpt.launcher.record import recorded_options
 from trainckpt.preemption import kubernetes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from trainckpt.attempt.rank_status import RankStatus
+    from trainckpt.attempt.status_files import RankStatus
 
 
 HEARD = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGXCPU")
@@ -133,7 +133,7 @@ IN_ORDER = (STOPPED, FINISHED)
 class RankProcess:
     """One rank of this host that has reported."""
 
-    told: RankStatus
+    status: RankStatus
     at: float  # when it reported (`time.time`)
     alive: bool
     code: int | None = None  # exit code, negative for a signal; None while it is not known
@@ -141,17 +141,17 @@ class RankProcess:
     @property
     def listens(self) -> bool:
         """True if a signal sent to this rank becomes a notice."""
-        return self.alive and self.told.state in (LISTENING, CLAIMED)
+        return self.alive and self.status.state in (LISTENING, CLAIMED)
 
     @property
     def is_stopping(self) -> bool:
         """Stopped, and about to end; not where its script goes on after the stop."""
-        return self.told.how == STOPPED and self.told.state != RETURNED
+        return self.status.how == STOPPED and self.status.state != RETURNED
 
     @property
     def is_gone(self) -> bool:
         """Dead, and not in order."""
-        return not self.alive and self.told.how not in IN_ORDER and self.code != 0
+        return not self.alive and self.status.how not in IN_ORDER and self.code != 0
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def about_signal(
         return SignalAction(KILL)
     if listeners:  # one would do; SIGHUP and SIGUSR1 are no notices to every release of a rank
         stop_signal = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-        pids = tuple(rank.told.pid for rank in listeners if not rank.told.deaf)
+        pids = tuple(rank.status.pid for rank in listeners if not rank.status.deaf)
         return SignalAction(TO_NESTED if nested else TO_RANKS, (*pids, *nested), stop_signal)
     if not ranks:
         return SignalAction(END if ours else TO_SCRIPT)
@@ -203,7 +203,7 @@ def may_be_dumped_instead(action: SignalAction, ranks: Sequence[RankProcess], nu
     Ranks that have a notice of their own are leaving already. Ctrl-C at a command without a
     Checkpointer is to end it.
     """
-    if any(rank.told.asked for rank in ranks):
+    if any(rank.status.asked for rank in ranks):
         return False
     has_no_ranks = action.what == TO_SCRIPT and not ranks and number != signal.SIGINT
     return action.what == TO_RANKS or has_no_ranks
@@ -211,7 +211,7 @@ def may_be_dumped_instead(action: SignalAction, ranks: Sequence[RankProcess], nu
 
 def deadline_after_s(ranks: Sequence[RankProcess]) -> float | None:
     """Return the seconds that the ranks have after a signal; None: no limit."""
-    graces_s = [rank.told.grace_s for rank in ranks if rank.told.grace_s is not None]
+    graces_s = [rank.status.grace_s for rank in ranks if rank.status.grace_s is not None]
     return less_margin_s(min(graces_s)) if graces_s else None
 
 
@@ -231,7 +231,9 @@ def others_s(ranks: Sequence[RankProcess]) -> float:
 
     More if the living ones report that they save without it (`survivors`).
     """
-    return OTHERS_S + max((rank.told.survives_s or 0.0 for rank in ranks if rank.alive), default=0)
+    return OTHERS_S + max(
+        (rank.status.survives_s or 0.0 for rank in ranks if rank.alive), default=0
+    )
 
 
 def someone_is_lost(ranks: Sequence[RankProcess]) -> bool:
@@ -241,17 +243,17 @@ def someone_is_lost(ranks: Sequence[RankProcess]) -> bool:
     """
     alive = [rank for rank in ranks if rank.alive]
     if any(rank.is_gone for rank in ranks):
-        return not alive or any(rank.told.how not in IN_ORDER for rank in alive)
-    return any(r.told.how == FAILED for r in alive) and any(r.listens for r in alive)
+        return not alive or any(rank.status.how not in IN_ORDER for rank in alive)
+    return any(r.status.how == FAILED for r in alive) and any(r.listens for r in alive)
 
 
-def starts_again(verdict: Outcome, *, done: int, most: int, signalled: bool) -> bool:
+def starts_again(outcome: Outcome, *, done: int, most: int, signalled: bool) -> bool:
     """Return True if another launch follows this outcome, after `done` of `most` restarts.
 
     `signalled`: a signal has come, so its sender decides about the next start.
     """
-    by_itself = verdict.how in (FAILED, KILLED) and not verdict.on_purpose and not signalled
-    return by_itself and verdict.exit_code not in NEVER_AGAIN and done < most
+    by_itself = outcome.how in (FAILED, KILLED) and not outcome.on_purpose and not signalled
+    return by_itself and outcome.exit_code not in NEVER_AGAIN and done < most
 
 
 def without_ranks_s(facts: Mapping[str, Any]) -> float | None:

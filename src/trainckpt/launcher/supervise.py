@@ -2,7 +2,8 @@
 
     launch     in a session of its own; TRAINCKPT_SUPERVISOR names the folder of its status files
     watch      signals, deadlines, ranks that are lost (`monitor`)
-    judge      the exit code and why, from all status files (`outcome`); the record (`record`)
+    classify   the exit code and why, from all status files (`outcome`), and complete the record
+               (`supervisor_record`)
     restart    after a failure, as often as is allowed; not after a stop on purpose
 
 After a failure no process of the launch is left behind.
@@ -20,20 +21,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.attempt import rank_status
+from trainckpt.attempt import status_files
 from trainckpt.attempt.launch import AT_VARIABLE, COMMAND_VARIABLE, DUMPS_VARIABLE
-from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE
+from trainckpt.attempt.status_files import SUPERVISOR_VARIABLE
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt_record import UNDECIDED
-from trainckpt.launcher import record as records
+from trainckpt.launcher import supervisor_record
 from trainckpt.launcher.dumper import Dumpable, outputs
 from trainckpt.launcher.finish_uploads import flush_left
 from trainckpt.launcher.monitor import LaunchMonitor
 from trainckpt.launcher.nested import LONGEST_WHY, ParentReporter
-from trainckpt.launcher.outcome import INTERRUPTED, NOTICE, START_AGAIN, judge
+from trainckpt.launcher.outcome import INTERRUPTED, NOTICE, START_AGAIN, classify, start_again_code
 from trainckpt.launcher.prefetch import beside
 from trainckpt.launcher.processes import kill_session
-from trainckpt.launcher.record import start_again_code
 from trainckpt.launcher.signal_policy import Inbox, starts_again
 from trainckpt.launcher.torchrun_command import (
     RESTARTS_VARIABLE,
@@ -46,11 +46,11 @@ from trainckpt.preemption.wall_time import STARTED_VARIABLE, process_start_s
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from trainckpt.attempt.rank_status import RankStatus
+    from trainckpt.attempt.status_files import RankStatus
     from trainckpt.format.attempt_record import AttemptRecord
     from trainckpt.launcher.outcome import LaunchHistory, Outcome
     from trainckpt.launcher.output_relay import OutputRelay
-    from trainckpt.launcher.record import NamedRun
+    from trainckpt.launcher.supervisor_record import NamedRun
 
     Process = subprocess.Popen[bytes]
 
@@ -203,20 +203,20 @@ def _launches(
             start.word.tell(how=NOTICE, why=TOO_EARLY, on_purpose=True)
             return RunResult(code, None, restarts, TOO_EARLY, begun=has_begun)
         named_run = name() if name is not None else None
-        verdict, record, ranks, was_signalled = _launch(start, signals, named_run)
+        outcome, record, ranks, was_signalled = _launch(start, signals, named_run)
         newest.note(record, ranks, named_run)
         has_begun = has_begun or bool(ranks)
         if say is not None and named_run is not None and named_run.problem:
             say(f"--run: {named_run.problem}")
         start.word.tell(
-            how=verdict.how, why=verdict.why[:LONGEST_WHY], on_purpose=verdict.on_purpose
+            how=outcome.how, why=outcome.why[:LONGEST_WHY], on_purpose=outcome.on_purpose
         )
-        if not starts_again(verdict, done=restarts, most=max_restarts, signalled=was_signalled):
-            code, reason = verdict.exit_code, verdict.why
-            return RunResult(code, None, restarts, reason, begun=has_begun, within=verdict.within)
+        if not starts_again(outcome, done=restarts, most=max_restarts, signalled=was_signalled):
+            code, reason = outcome.exit_code, outcome.why
+            return RunResult(code, None, restarts, reason, begun=has_begun, within=outcome.within)
         restarts += 1
         if say is not None:
-            say(f"{verdict.why}; restart {restarts} of {max_restarts}")
+            say(f"{outcome.why}; restart {restarts} of {max_restarts}")
         claimed = [status for status in ranks if status.attempt is not None]
         if claimed:
             variables = {**start.variables, RESTART_VARIABLE: str(restarts)}
@@ -232,11 +232,13 @@ def _launch(
     with tempfile.TemporaryDirectory(prefix="trainckpt-") as folder:
         variables = {**start.variables, SUPERVISOR_VARIABLE: folder}
         with contextlib.suppress(OSError):  # then nobody notices if this process is killed
-            rank_status.write_status(Path(folder, rank_status.FILE), rank_status.this_supervisor())
+            status_files.write_status(
+                Path(folder, status_files.SUPERVISOR_FILE), status_files.this_supervisor()
+            )
         start.word.tell(folder=folder)
         variables |= {DUMPS_VARIABLE: "1"} if start.dumpable is not None else {}
         if named is not None:
-            variables[records.NAME_VARIABLE] = named.url
+            variables[supervisor_record.NAME_VARIABLE] = named.url
         with (
             beside(start.run, variables, variables.get(AT_VARIABLE)),
             outputs(start.dumpable, Path(folder), start.output) as logs,
@@ -253,24 +255,29 @@ def _launch(
                 dumper=dumpable.dumper(process, Path(folder), logs, named) if dumpable else None,
             )
             with _watching(start.watch, process):
-                course = launched.run()
-        ranks = launched.told()
+                history = launched.run()
+        ranks = launched.statuses()
     # A resume of a dump makes this folder again, so it is gone before the dump is announced.
-    return settle(replace(course, start_again=start.start_again), ranks, inbox, named)
+    return classify_and_record(replace(history, start_again=start.start_again), ranks, inbox, named)
 
 
-def settle(
-    course: LaunchHistory, ranks: Sequence[RankStatus], inbox: Inbox, named: NamedRun | None
+def classify_and_record(
+    history: LaunchHistory, ranks: Sequence[RankStatus], inbox: Inbox, named: NamedRun | None
 ) -> tuple[Outcome, AttemptRecord | None, Sequence[RankStatus], bool]:
-    """Judge how a launch ended, and complete its record."""
-    verdict = judge(replace(course, told=[*course.told, *records.recorded_word(ranks)]))
+    """Classify the end of a launch, and complete its record."""
+    outcome = classify(
+        replace(
+            history,
+            statuses=[*history.statuses, *supervisor_record.recorded_status_of_rank_0(ranks)],
+        )
+    )
     was_asked = inbox.signalled or any(status.asked for status in ranks)
-    record = records.settle(ranks, verdict, asked=was_asked)
+    record = supervisor_record.complete_record(ranks, outcome, asked=was_asked)
     # Ranks of a nested supervisor claim attempts of this run, and report to it alone.
-    is_ours = named is not None and (named.record is not None or not course.within)
+    is_ours = named is not None and (named.record is not None or not history.within)
     if record is None and named is not None and is_ours:
-        record = named.end(ranks, verdict, ours=course.ours)
-    return verdict, record, ranks, was_asked
+        record = named.end(ranks, outcome, ours=history.ours)
+    return outcome, record, ranks, was_asked
 
 
 def _execute(start: _Start, variables: Mapping[str, str], logs: OutputRelay | None) -> Process:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE, parse_status, read_rank_statuses
+from trainckpt.attempt.status_files import SUPERVISOR_VARIABLE, parse_status, read_rank_statuses
 from trainckpt.format.attempt_record import STOPPED
 from trainckpt.gc_pause import gc_paused
 from trainckpt.launcher import nested

@@ -423,7 +423,7 @@ class TierUploader:
         if now != self._recorded_state:
             self._recorded_state = now
             told = {"breaker": now[0], "lags": now[1], "since": time.time()}
-            self._work.log.set_fact(TROUBLE, self.tier.name, told)
+            self._work.record_writer.set_fact(TROUBLE, self.tier.name, told)
 
     def _look_back(self) -> None:
         """Queue snapshots of earlier attempts that the tier lacks."""
@@ -501,7 +501,7 @@ class TierUploader:
     def _commit(self, manifest: Manifest, data: bytes) -> None:
         upload.commit_copy(self.tier, manifest, data)
         self.newest = str(manifest.name)
-        self._work.log.set_fact(COMMITS, self.tier.name, self.newest)
+        self._work.record_writer.set_fact(COMMITS, self.tier.name, self.newest)
         try:
             self._prune()
         except TrainckptError as error:

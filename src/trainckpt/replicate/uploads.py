@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainckpt.attempt import rank_status
+from trainckpt.attempt import status_files
 from trainckpt.attempt.log import logger
 from trainckpt.attempt.options import LOCAL
 from trainckpt.attempt.save_handle import DURABLE
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from trainckpt.attempt.options import Every
-    from trainckpt.attempt.record_log import AttemptId, AttemptLog
+    from trainckpt.attempt.record_writer import AttemptId, RecordWriter
     from trainckpt.attempt.save_handle import Committed
     from trainckpt.ranks.store import RankStore
     from trainckpt.replicate.tier_uploader import TierUploader
@@ -168,14 +168,14 @@ class UploadContext:
         run_tier: The run directory.
         arena_first: The run directory, read from this rank's arenas where they hold the bytes.
         channel: Between the ranks.
-        log: The attempt's record.
+        record_writer: The attempt's record.
         run, number, keep_last: As in `committer.ManifestDefaults`.
     """
 
     run_tier: Tier
     arena_first: ArenaFirstReader
     channel: RankStore
-    log: AttemptLog
+    record_writer: RecordWriter
     run: str
     number: AttemptId
     keep_last: int
@@ -257,7 +257,7 @@ class Uploads:
         if on_this_host and reason.startswith(OF_MACHINE):  # what is not copied is lost
             return UNLIMITED_S if left_s is None else max(left_s, 0.0)
         # Else the supervisor or the next attempt copies what is left.
-        supervised, predicted_s = rank_status.is_supervised(), self.uploaders[0].predicted_s()
+        supervised, predicted_s = status_files.is_supervised(), self.uploaders[0].predicted_s()
         if left_s is None:
             return 0.0 if supervised else UNASKED_S
         fits = predicted_s is not None and CAUTION * predicted_s <= left_s

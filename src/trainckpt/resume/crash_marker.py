@@ -16,7 +16,7 @@ import os
 import re
 from typing import TYPE_CHECKING
 
-from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE
+from trainckpt.attempt.status_files import SUPERVISOR_VARIABLE
 from trainckpt.errors import TrainckptError
 from trainckpt.format import names
 from trainckpt.format.attempt_record import FAILED, STARTING

@@ -57,7 +57,7 @@ from trainckpt.storage.shared_memory import SharedMemoryDir
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from trainckpt.attempt.record_log import AttemptLog
+    from trainckpt.attempt.record_writer import RecordWriter
     from trainckpt.format.cursor import Cursor
     from trainckpt.format.manifest import Manifest
     from trainckpt.ranks.store import RankStore
@@ -204,7 +204,7 @@ def begin(
 
 
 def record_parent(
-    channel: RankStore, log: AttemptLog, parent: str | None, facts: Mapping[str, Any]
+    channel: RankStore, record_writer: RecordWriter, parent: str | None, facts: Mapping[str, Any]
 ) -> None:
     """Record the attempt's parent and facts on rank 0; all ranks go on only if the write succeeds.
 
@@ -212,7 +212,9 @@ def record_parent(
     """
     told: dict[str, Any] = {"ok": True}
     try:
-        log.change(must=True, parent=parent, facts={**log.record.facts, **facts})
+        record_writer.change(
+            must=True, parent=parent, facts={**record_writer.record.facts, **facts}
+        )
     except TrainckptError as error:
         told = {"error": error_json.to_json(error)}
     told = channel.gather("parent recorded", told, RANKS_TIMEOUT_S)[0]

@@ -44,7 +44,7 @@ from trainckpt.storage.store_errors import is_full
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-    from trainckpt.attempt.record_log import AttemptId, AttemptLog
+    from trainckpt.attempt.record_writer import AttemptId, RecordWriter
     from trainckpt.attempt.save_handle import Committed
     from trainckpt.format.manifest import Manifest, TensorEntry
     from trainckpt.format.names import SnapshotName
@@ -185,7 +185,7 @@ class SnapshotCommitter:
         channel: RankStore,
         files: Sequence[TrackedFile],
         defaults: ManifestDefaults,
-        log: AttemptLog,
+        record_writer: RecordWriter,
         references: IncrementalIndex,
         being_read: Callable[[], Collection[str]] = tuple,
         sealing: SnapshotEncryption | None = None,
@@ -194,14 +194,14 @@ class SnapshotCommitter:
         """Open a connection of its own to the store.
 
         Args:
-            tier, channel, files, defaults, log, references: Of the attempt.
+            tier, channel, files, defaults, record_writer, references: Of the attempt.
             being_read: Returns full names of snapshots that must not be pruned now.
             sealing: Encrypts every file; None: nothing is encrypted.
             room: Returns memory for an encrypted file to replicate (`ReplicationControl.reserve`).
         """
         self._sealing, self._room = sealing, room
         self._tier = tier
-        self.retention = RetentionWorker(tier, defaults, log, being_read)
+        self.retention = RetentionWorker(tier, defaults, record_writer, being_read)
         self._references = references
         self._rank, self._size = channel.world.rank, channel.world.size
         self._background = channel.connection()
@@ -494,11 +494,16 @@ class RetentionWorker:
         self,
         tier: Tier,
         defaults: ManifestDefaults,
-        log: AttemptLog,
+        record_writer: RecordWriter,
         being_read: Callable[[], Collection[str]],
     ) -> None:
         """`being_read`: full names of snapshots that must not be pruned now."""
-        self._tier, self._defaults, self._log, self._being_read = tier, defaults, log, being_read
+        self._tier, self._defaults, self._record_writer, self._being_read = (
+            tier,
+            defaults,
+            record_writer,
+            being_read,
+        )
         self._lock = threading.Lock()
         self._newest_commit: SnapshotName | None = None
         self._thread: threading.Thread | None = None
@@ -525,7 +530,7 @@ class RetentionWorker:
     def _work(self) -> None:
         # background thread: no collectives here
         while (name := self._next()) is not None:
-            self._log.change(newest_commit=str(name))
+            self._record_writer.change(newest_commit=str(name))
             try:
                 self._prune()
             except TrainckptError as error:

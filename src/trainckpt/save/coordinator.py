@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Iterator, Sequence
 
-    from trainckpt.attempt.record_log import AttemptLog
+    from trainckpt.attempt.record_writer import RecordWriter
     from trainckpt.format.cursor import Cursor
     from trainckpt.format.manifest import TensorEntry
     from trainckpt.format.shard_file import Region
@@ -113,7 +113,7 @@ class SaveCoordinator:
         channel: RankStore,
         registry: Registry,
         defaults: ManifestDefaults,
-        log: AttemptLog,
+        record_writer: RecordWriter,
         timings: Timings,
         arenas: Arenas,
         window_start: Callable[[], Cursor],
@@ -126,7 +126,7 @@ class SaveCoordinator:
         """Store the arguments; one connection to the store is opened.
 
         Args:
-            tier, channel, registry, defaults, log, timings, arenas: Of the attempt.
+            tier, channel, registry, defaults, record_writer, timings, arenas: Of the attempt.
             window_start: Returns the cursor at the beginning of the open window.
             sealing: Encrypts every file; None: nothing is encrypted.
             uploads, replication: Of the attempt; they may have nothing to do.
@@ -153,7 +153,7 @@ class SaveCoordinator:
             channel=channel,
             files=registry.files,
             defaults=defaults,
-            log=log,
+            record_writer=record_writer,
             references=self.references,
             being_read=lambda: self.uploads.busy,
             sealing=sealing,

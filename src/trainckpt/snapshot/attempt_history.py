@@ -1,4 +1,4 @@
-"""Keep the history of a run's attempts, in its run directory and in slower tiers.
+"""Keep the records of all attempts of a run, in its run directory and in slower tiers.
 
 An attempt claims its number by exclusively creating its record. Two simultaneous starts get two
 numbers; the higher one is the newest, and readers fence the other out (`catalog`).

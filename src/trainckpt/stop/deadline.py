@@ -13,7 +13,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from trainckpt.attempt.rank_status import SUPERVISOR_VARIABLE
+from trainckpt.attempt.status_files import SUPERVISOR_VARIABLE
 from trainckpt.format.duration import MOST_S
 from trainckpt.preemption import kubernetes
 

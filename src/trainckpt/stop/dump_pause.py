@@ -29,9 +29,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.log import logger
-from trainckpt.attempt.rank_status import LEFT, REFUSED, launch_folder
-from trainckpt.attempt.record_log import wait_until_all_run
 from trainckpt.attempt.script_hooks import HookFailed
+from trainckpt.attempt.status_files import LEFT, REFUSED, launch_folder, wait_until_all_run
 from trainckpt.dumping import handshake
 from trainckpt.dumping.handshake import RankQuiesced
 from trainckpt.errors import NoAgreement, UnusableSnapshot
@@ -40,9 +39,9 @@ from trainckpt.ranks.store import RANKS_TIMEOUT_S
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainckpt.attempt.rank_status import RankStatusWriter
-    from trainckpt.attempt.record_log import AttemptId
+    from trainckpt.attempt.record_writer import AttemptId
     from trainckpt.attempt.script_hooks import Hooks
+    from trainckpt.attempt.status_files import RankStatusWriter
     from trainckpt.dumping.communicators import Communicators
     from trainckpt.dumping.handshake import DumpRequest
     from trainckpt.dumping.lean_dump import LeanDump

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from trainckpt.attempt.heartbeat import Heartbeat
 from trainckpt.attempt.log import logger
-from trainckpt.attempt.rank_status import LEFT
+from trainckpt.attempt.status_files import LEFT
 from trainckpt.format.attempt_record import STOPPED
 from trainckpt.notice import OF_MACHINE, Notice
 from trainckpt.preemption import gpu_health
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trainckpt.attempt.options import Options
-    from trainckpt.attempt.rank_status import RankStatusWriter
+    from trainckpt.attempt.status_files import RankStatusWriter
     from trainckpt.notice import NoticeSource
     from trainckpt.ranks.boundary_gate import BoundaryGate
     from trainckpt.ranks.store import RankStore

@@ -24,14 +24,15 @@ from typing import TYPE_CHECKING
 
 from trainckpt.attempt.log import logger
 from trainckpt.attempt.options import AUTO
-from trainckpt.attempt.rank_status import (
+from trainckpt.attempt.status_files import (
     SUPERVISOR_VARIABLE,
     RankProgress,
+    RestoreAnnouncement,
     launch_folder,
+    read_restore_announcement,
     supervisor_died,
     write_status,
 )
-from trainckpt.attempt.record_log import OtherJob, other_job
 from trainckpt.errors import ConfigurationError
 from trainckpt.notice import Notice, PolledSource
 from trainckpt.preemption import gpu_health, slurm, spot
@@ -161,13 +162,13 @@ class OtherJobsEnd:
 
     def __init__(self, option_s: float | None, grace_s: float | None) -> None:
         self._option_s, self._grace_s = option_s, grace_s
-        self._job: OtherJob | None = None
+        self._job: RestoreAnnouncement | None = None
         self._end: tuple[float, float] | None = None
 
     def __call__(self) -> tuple[float, float] | None:
         """Return the end on the monotonic clock and the lead in seconds; computed once for each
         job."""
-        job = other_job()
+        job = read_restore_announcement()
         if job != self._job and job is not None:
             slurm_ends = {SLURM_VARIABLE: job.job_ends or ""}
             now_s = time.monotonic()

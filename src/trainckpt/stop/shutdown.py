@@ -21,7 +21,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.log import exit_code_of, logger
-from trainckpt.attempt.rank_status import LEFT, RETURNED
+from trainckpt.attempt.status_files import LEFT, RETURNED
 from trainckpt.errors import NoAgreement, Stopped, TrainckptError, UnusableSnapshot
 from trainckpt.format.attempt_record import ENDED, FAILED, FINISHED, KILLED, STOPPED
 from trainckpt.preemption import kubernetes
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trainckpt.attempt.options import Options
-    from trainckpt.attempt.rank_status import RankStatusWriter
-    from trainckpt.attempt.record_log import AttemptLog
+    from trainckpt.attempt.record_writer import RecordWriter
+    from trainckpt.attempt.status_files import RankStatusWriter
     from trainckpt.data.loader import TrackedLoader
     from trainckpt.format.cursor import Cursor
     from trainckpt.ranks.rounds import Decision
@@ -80,7 +80,7 @@ class Shutdown:
 
     Attributes:
         stopped: True if it ended by an agreed stop.
-        log: The attempt's record.
+        record_writer: The attempt's record.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Shutdown:
         saver: SaveCoordinator,
         final_save: FinalSave,
         listener: NoticeListener,
-        log: AttemptLog,
+        record_writer: RecordWriter,
         report: ResumeReport,
         status_writer: RankStatusWriter,
         requests: SaveRequests,
@@ -104,8 +104,8 @@ class Shutdown:
         """Store the arguments; from here on a hard exit is recorded.
 
         Args:
-            options, channel, saver, final_save, listener, log, report, status_writer, requests: Of
-                the attempt.
+            options, channel, saver, final_save, listener, record_writer, report, status_writer,
+                requests: Of the attempt.
             loaders: The owner's own list: a loader may be registered later.
             where: Returns the cursor of the run.
             hard_exit: Ends this process at once.
@@ -116,7 +116,7 @@ class Shutdown:
         self._pid = os.getpid()
         self._survival = survival
         self._dump_pause = dump_pause
-        self.log = log
+        self.record_writer = record_writer
         self._options = options
         self._channel, self._report = channel, report
         self._saver, self._final_save = saver, final_save
@@ -269,7 +269,9 @@ class Shutdown:
             outcome["chosen"] = self._final_save.chosen
         if self._dump_pause is not None and self._dump_pause.why_not:
             outcome["no_dump"] = self._dump_pause.why_not
-        self.log.change(state=ENDED if how != FAILED else self.log.record.state, outcome=outcome)
+        self.record_writer.change(
+            state=ENDED if how != FAILED else self.record_writer.record.state, outcome=outcome
+        )
         self._status_writer.update(state=LEFT, how=how, exit_code=code)
         kubernetes.last_word(os.environ, outcome)
         self._recorded.set()
@@ -277,9 +279,9 @@ class Shutdown:
     def _record_tiers(self, cursor: Cursor) -> None:
         """Record the tiers that received the snapshot since the record was written."""
         snapshot, _ = self._final_save.standing(cursor)
-        tiers, outcome = self._final_save.tiers_with(snapshot), self.log.record.outcome
+        tiers, outcome = self._final_save.tiers_with(snapshot), self.record_writer.record.outcome
         if outcome is not None and tiers != outcome["tiers"]:
-            self.log.change(outcome={**outcome, "tiers": tiers})
+            self.record_writer.change(outcome={**outcome, "tiers": tiers})
 
     def _requeue(self, reason: str) -> None:
         """Ask Slurm to requeue the job; a script that runs on after the stop decides for itself."""

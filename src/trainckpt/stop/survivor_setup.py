@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trainckpt.attempt.options import Options
-    from trainckpt.attempt.rank_status import RankStatusWriter
+    from trainckpt.attempt.status_files import RankStatusWriter
     from trainckpt.format.cursor import Cursor
     from trainckpt.ranks.store import RankStore
     from trainckpt.save.committer import ManifestDefaults

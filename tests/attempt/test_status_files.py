@@ -8,22 +8,22 @@ from dataclasses import asdict
 
 import pytest
 
-from trainckpt.attempt.rank_status import (
+from trainckpt.attempt.status_files import (
     RankProgress,
     RankStatus,
+    RestoreAnnouncement,
     Supervisor,
     read_status,
     read_statuses,
     write_status,
 )
-from trainckpt.attempt.record_log import OtherJob
 from trainckpt.dumping.handshake import DumpRequest, RankQuiesced
 from trainckpt.launcher.nested import Nested
 
 STATUSES = [
     RankStatus(1, 5, "h", "/r", 2, "left", 30.0, "failed", -9, encrypt_to=("a", "b"), deaf=True),
     Supervisor(5, "pid:[1]"),
-    OtherJob(3, 1.5, None),
+    RestoreAnnouncement(3, 1.5, None),
     DumpRequest("a", 5, "no room"),
     RankQuiesced("a", "s1~1.1", 2**40),
     Nested(5, "", "/folder", 75, "stopped", "SIGTERM", on_purpose=True),

@@ -1,11 +1,15 @@
-"""Report status between the processes of a launch, one small JSON file each.
+"""Status files: small JSON files by which the processes of a launch report to each other.
+
+They live in the folder of one launch, on one host. What is stored of an attempt for good is its
+record (`format.attempt_record`).
 
     rank<r>.json       `RankStatus`
     pace<r>.json       `RankProgress`, about once a second
     rest<r>.json       `dumping.handshake.RankQuiesced`
     rest.json          `dumping.handshake.DumpRequest`, the supervisor's
     supervisor.json    `Supervisor`
-    restored.json      `record_log.OtherJob`, the supervisor's
+    restored.json      `RestoreAnnouncement`, the supervisor's
+    restoring.pid      of the supervisor, until it has released all restored processes
     nested-<pid>.json  `launcher.nested.Nested`, of each supervisor inside the launch
     imported-<pid>     empty: trainckpt was imported, this command is one that resumes
 
@@ -226,7 +230,7 @@ if (_folder := launch_folder()) is not None:  # this process has imported trainc
     with contextlib.suppress(OSError):
         _mark(_folder).touch()
 
-FILE = "supervisor.json"
+SUPERVISOR_FILE = "supervisor.json"
 
 
 @dataclass(frozen=True)
@@ -254,7 +258,7 @@ def supervisor_died(folder: Path) -> bool:
     False if the file does not name it, or if this process is in another pid namespace, as in a
     container.
     """
-    supervisor = read_status(folder / FILE, Supervisor)
+    supervisor = read_status(folder / SUPERVISOR_FILE, Supervisor)
     return (
         supervisor is not None
         and supervisor.namespace != ""
@@ -304,3 +308,68 @@ def read_paces(folder: Path) -> list[RankProgress]:
         replace(progress, since_s=progress.since_s + max(0.0, now - written_at))
         for progress, written_at in read_statuses(folder, "pace*.json", RankProgress)
     ]
+
+
+# ---- a restore from a process dump, announced to the restored processes
+#
+# `restored.json` also describes the new job: its start on the monotonic clock, and its end as in
+# Slurm's variable, or null. The supervisor claims the new attempt and writes the file before the
+# processes run again. So a read before the dump gives the old number, a later one the new. Ranks
+# that read for one purpose compare the results, and the largest counts.
+#
+# The processes run again one after the other. If one ends while another is still held, the
+# supervisor takes that for a failure and ends all. So a process waits until all have been released
+# before it may end.
+
+RESTORED_FILE, RESTORING_FILE = "restored.json", "restoring.pid"
+ALL_RUN_WITHIN_S, POLL_EVERY_S = 60.0, 0.005
+
+
+@dataclass(frozen=True)
+class RestoreAnnouncement:
+    """The job in which restored processes go on.
+
+    Attributes:
+        attempt: Their new attempt.
+        started: Start of the job, on the monotonic clock.
+        job_ends: Value of `SLURM_JOB_END_TIME`, or None.
+    """
+
+    attempt: int
+    started: float
+    job_ends: str | None
+
+
+def read_restore_announcement() -> RestoreAnnouncement | None:
+    """Return the job that this process was restored in; None: it is still in its own."""
+    folder = launch_folder()
+    return read_status(folder / RESTORED_FILE, RestoreAnnouncement) if folder else None
+
+
+def restore_files(attempt: int, started_s: float, job_ends: str | None) -> dict[str, str]:
+    """Return the files that announce a restore: new attempt, supervisor, and restore in progress.
+
+    Names and texts, in the order in which they are written.
+    """
+    job = RestoreAnnouncement(attempt, started_s, job_ends)
+    return {
+        RESTORING_FILE: str(os.getpid()),
+        RESTORED_FILE: json.dumps(asdict(job)),
+        SUPERVISOR_FILE: json.dumps(asdict(this_supervisor())),
+    }
+
+
+def announce_all_run(folder: Path) -> None:
+    """Announce that the supervisor has released all restored processes."""
+    with contextlib.suppress(OSError):
+        (folder / RESTORING_FILE).unlink()
+
+
+def wait_until_all_run(folder: Path) -> None:
+    """Wait for `announce_all_run` while the supervisor lives, at most `ALL_RUN_WITHIN_S`."""
+    until = time.monotonic() + ALL_RUN_WITHIN_S
+    with contextlib.suppress(OSError, ValueError):
+        while time.monotonic() < until:
+            if not is_alive(int((folder / RESTORING_FILE).read_text(encoding="ascii"))):
+                return
+            time.sleep(POLL_EVERY_S)

@@ -1,4 +1,4 @@
-"""The attempt's record, if the ranks cannot write it themselves.
+"""Write an attempt's record from the supervisor, if the ranks cannot write it themselves.
 
 Either the attempt died without a report, or the command has no Checkpointer and got a run directory
 by `--run`. A rank's own report stands, unless it is only the consequence of another rank's failure:
@@ -12,14 +12,12 @@ import os
 import socket
 import time
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt import heartbeat, launch
 from trainckpt.attempt.heartbeat import Heartbeat
-from trainckpt.attempt.launch import REDACTED, recorded_environment
-from trainckpt.attempt.rank_status import LEFT, REFUSED, RankStatus
-from trainckpt.errors import ConfigurationError, TrainckptError
+from trainckpt.attempt.status_files import LEFT, REFUSED, RankStatus
+from trainckpt.errors import TrainckptError
 from trainckpt.format.attempt_record import (
     ENDED,
     FAILED,
@@ -32,7 +30,7 @@ from trainckpt.format.attempt_record import (
 )
 from trainckpt.format.dump import KIND as DUMP
 from trainckpt.format.exactness import BITWISE
-from trainckpt.launcher.outcome import CONSEQUENCES, NOTICE, START_AGAIN
+from trainckpt.launcher.outcome import CONSEQUENCES, NOTICE
 from trainckpt.launcher.processes import children, environment
 from trainckpt.launcher.torchrun_command import is_silent
 from trainckpt.resume.candidate_order import DIED_WHILE
@@ -42,57 +40,8 @@ from trainckpt.snapshot import attempt_history, catalog
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from trainckpt.attempt.options import Options
     from trainckpt.launcher.outcome import Outcome
     from trainckpt.storage.base import Place
-
-
-# ---- options, as the attempt has recorded them
-#
-# A resume may run in another folder and shell. The variables of the launch count, except those set
-# here, and secrets, which are not stored.
-
-
-# Kept even if redacted: without it secrets would be written in the clear, so an error is better.
-ENCRYPT_TO_VARIABLE = "TRAINCKPT_ENCRYPT_TO"
-
-
-def recorded_options(facts: Mapping[str, Any]) -> Options:
-    """Return the options recorded in an attempt's facts; without facts, this process's own.
-
-    Raises:
-        ConfigurationError: one is unreadable.
-    """
-    from trainckpt.attempt.options import read_options
-
-    recorded_variables = {
-        name: value
-        for name, value in recorded_environment(facts).items()
-        if name == ENCRYPT_TO_VARIABLE or REDACTED not in value
-    }
-    return read_options({}, {**recorded_variables, **os.environ}, launch_folder(facts))
-
-
-def start_again_code(environment: Mapping[str, str], cwd: str | Path | None) -> int:
-    """Return the exit code for "saved, start me again" of a command with this environment.
-
-    The default if an option is unreadable: the ranks refuse it by name.
-    """
-    from trainckpt.attempt.options import read_options
-
-    try:
-        return read_options({}, environment, Path(cwd or ".")).exit_code
-    except (ConfigurationError, OSError):
-        return START_AGAIN
-
-
-def launch_folder(facts: Mapping[str, Any]) -> Path:
-    """Return the folder in which the command was launched."""
-    cwd = facts.get("cwd")
-    return Path(cwd) if isinstance(cwd, str) else Path.cwd()
-
-
-# ---- the record
 
 
 CLAIM_AFTER_S = 30.0
@@ -101,7 +50,7 @@ NAME_VARIABLE = run_url.NAME_VARIABLE
 BY_SUPERVISOR = "supervisor"
 
 
-def recorded_word(ranks: Sequence[RankStatus]) -> list[tuple[RankStatus, float]]:
+def recorded_status_of_rank_0(ranks: Sequence[RankStatus]) -> list[tuple[RankStatus, float]]:
     """Return rank 0's status and its time from the attempt's record, if it did not report here.
 
     Rank 0 may be on another host. The list has at most one entry.
@@ -136,12 +85,12 @@ def recorded_word(ranks: Sequence[RankStatus]) -> list[tuple[RankStatus, float]]
 
 def _attempt_of(ranks: Sequence[RankStatus]) -> RankStatus | None:
     """Return the lowest rank that belongs to an attempt."""
-    claimed = (told for told in ranks if told.attempt is not None)
-    return min(claimed, key=lambda told: told.rank, default=None)
+    claimed = (status for status in ranks if status.attempt is not None)
+    return min(claimed, key=lambda status: status.rank, default=None)
 
 
-def settle(
-    ranks: Sequence[RankStatus], verdict: Outcome, *, asked: bool = False
+def complete_record(
+    ranks: Sequence[RankStatus], outcome: Outcome, *, asked: bool = False
 ) -> AttemptRecord | None:
     """Return the record of these ranks' attempt; write its outcome if it has none.
 
@@ -156,35 +105,35 @@ def settle(
         record = attempt_history.read_attempts(tier).get(claimed.attempt or 0)
         if record is None:
             return None
-        failed = verdict.how in (FAILED, KILLED)
-        by_itself = failed and not asked and not verdict.on_purpose
-        outcome = record.outcome
-        if outcome is None and (failed or claimed.rank == 0):
-            outcome = _unsaid(record, verdict, _newest_commit(tier, record))
-        elif outcome is not None and failed and _is_consequence(outcome, verdict):
-            report = {"exit_code": verdict.exit_code, "reason": verdict.why}
-            outcome = {**outcome, "outcome": verdict.how, **report}
-        if outcome is not record.outcome and outcome is not None:
-            outcome[DIED_WHILE] = record.state if by_itself else None
+        failed = outcome.how in (FAILED, KILLED)
+        by_itself = failed and not asked and not outcome.on_purpose
+        entry = record.outcome
+        if entry is None and (failed or claimed.rank == 0):
+            entry = _entry_of_unreported(record, outcome, _newest_commit(tier, record))
+        elif entry is not None and failed and _is_consequence(entry, outcome):
+            report = {"exit_code": outcome.exit_code, "reason": outcome.why}
+            entry = {**entry, "outcome": outcome.how, **report}
+        if entry is not record.outcome and entry is not None:
+            entry[DIED_WHILE] = record.state if by_itself else None
             # As the ranks do: only an attempt that failed by itself may count as one that its
             # snapshot, if it never passed a boundary, is to blame for.
-            state = record.state if outcome["outcome"] == FAILED else ENDED
-            record = record.with_(state=state, outcome=outcome)
+            state = record.state if entry["outcome"] == FAILED else ENDED
+            record = record.with_(state=state, outcome=entry)
             attempt_history.replace(tier, record)
-        if verdict.dump:
+        if outcome.dump:
             tier.remove(heartbeat.key_of(record.attempt))
         return record
     except TrainckptError:
         return None
 
 
-def _is_consequence(outcome: Mapping[str, Any], verdict: Outcome) -> bool:
+def _is_consequence(entry: Mapping[str, Any], outcome: Outcome) -> bool:
     """Return True if rank 0's recorded outcome is a consequence of another rank's failure.
 
     It took torchrun's SIGTERM for a notice and stopped, or a connection broke under it.
     """
-    ending, code = outcome.get("outcome"), outcome.get("exit_code")
-    is_broken = ending in (FAILED, KILLED) and code in CONSEQUENCES and code != verdict.exit_code
+    ending, code = entry.get("outcome"), entry.get("exit_code")
+    is_broken = ending in (FAILED, KILLED) and code in CONSEQUENCES and code != outcome.exit_code
     return ending == STOPPED or is_broken
 
 
@@ -196,25 +145,27 @@ def _newest_commit(tier: Place, record: AttemptRecord) -> str | None:
     return str(max(own_names)) if own_names else record.newest_commit
 
 
-def _unsaid(record: AttemptRecord, verdict: Outcome, commit: str | None) -> dict[str, Any]:
+def _entry_of_unreported(
+    record: AttemptRecord, outcome: Outcome, commit: str | None
+) -> dict[str, Any]:
     """Return the outcome of an attempt without a recorded end."""
     parent = record.parent if record.parent != UNDECIDED else None
     started = record.facts.get("started")
-    outcome = _outcome(
-        verdict,
-        verdict.how if verdict.how in (FAILED, KILLED) else KILLED,
+    entry = _entry(
+        outcome,
+        outcome.how if outcome.how in (FAILED, KILLED) else KILLED,
         snapshot=commit or parent,
         started=started if isinstance(started, (int, float)) else None,
     )
-    if verdict.exit_code == 0:
-        outcome["reason"] = "ended without closing its Checkpointer: no final snapshot"
-    return outcome
+    if outcome.exit_code == 0:
+        entry["reason"] = "ended without closing its Checkpointer: no final snapshot"
+    return entry
 
 
-def _outcome(
-    verdict: Outcome, how: str, *, snapshot: str | None, started: float | None
+def _entry(
+    outcome: Outcome, how: str, *, snapshot: str | None, started: float | None
 ) -> dict[str, Any]:
-    dump = verdict.dump  # with one, no micro-batch is lost
+    dump = outcome.dump  # with one, no micro-batch is lost
     return {
         "outcome": STOPPED if dump else how,
         "snapshot": dump or snapshot,
@@ -223,8 +174,8 @@ def _outcome(
         "lost_micro_batches": 0 if dump else None,
         "tiers": ["local"] if dump or snapshot else [],
         "seconds": round(time.time() - started, 3) if started is not None else None,
-        "exit_code": verdict.exit_code,
-        "reason": verdict.why,
+        "exit_code": outcome.exit_code,
+        "reason": outcome.why,
     }
 
 
@@ -273,7 +224,7 @@ class NamedRun:
         self._claim((), parent)
         return self.record
 
-    def look(self, parent: int, ranks: Sequence[RankStatus], *, imported: bool) -> None:
+    def observe(self, parent: int, ranks: Sequence[RankStatus], *, imported: bool) -> None:
         """Note the ranks' processes, and claim an attempt when it is time; call it repeatedly."""
         if self.record is not None:
             return
@@ -285,7 +236,7 @@ class NamedRun:
             self._claim(ranks)
 
     def end(
-        self, ranks: Sequence[RankStatus], verdict: Outcome, *, ours: bool = False
+        self, ranks: Sequence[RankStatus], outcome: Outcome, *, ours: bool = False
     ) -> AttemptRecord | None:
         """Record the command's end, unless a rank claimed an attempt.
 
@@ -293,14 +244,14 @@ class NamedRun:
         did not, no run is founded: the next start in a mistyped or unmounted run directory would
         take it for a run without snapshots.
         """
-        by_itself = verdict.how == FINISHED or verdict.dump or not ours
-        if verdict.how not in (NOTICE, REFUSED) and by_itself:
+        by_itself = outcome.how == FINISHED or outcome.dump or not ours
+        if outcome.how not in (NOTICE, REFUSED) and by_itself:
             self._claim(ranks)
         if self.record is None:
             return None
-        ending = verdict.how if verdict.how in (FINISHED, FAILED) else KILLED
-        outcome = _outcome(verdict, ending, snapshot=None, started=self._begun)
-        self.record = self.record.with_(state=ENDED, outcome=outcome)
+        ending = outcome.how if outcome.how in (FINISHED, FAILED) else KILLED
+        entry = _entry(outcome, ending, snapshot=None, started=self._begun)
+        self.record = self.record.with_(state=ENDED, outcome=entry)
         try:
             attempt_history.replace(self.tier, self.record)
         except TrainckptError as error:
