@@ -55,7 +55,7 @@ from trainckpt.start_attempt import Attempt, RankContext, start_attempt
 from trainckpt.state import script_variables
 from trainckpt.state.early_draws import EarlyDraws
 from trainckpt.state.registry import Registry
-from trainckpt.stop.listener import NoticeListener
+from trainckpt.stop.notice_listener import NoticeListener
 from trainckpt.stop.shutdown import HardExit
 
 if TYPE_CHECKING:
@@ -474,7 +474,7 @@ class Checkpointer:
             )
             self._files.warn_uncut(attempt.beginning.record.attempt)
             attempt.record_writer.change_soon(state=RUNNING)
-            self._context.crash_marker.stop()
+            self._context.crash_marker.disarm()
         if self._windows is not None:
             self._windows.reach_boundary(self._position.step, self._position.window)
             self._windows = None if self._windows.is_over else self._windows

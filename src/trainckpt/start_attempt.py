@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from trainckpt.save.estimates import SaveEstimator, Timings
     from trainckpt.save.requests import SaveRequests
     from trainckpt.state.registry import Registry
-    from trainckpt.stop.listener import NoticeListener
+    from trainckpt.stop.notice_listener import NoticeListener
     from trainckpt.stop.survivor_setup import SurvivorSetup
     from trainckpt.storage.base import Place
 
@@ -148,7 +148,7 @@ def start_attempt(context: RankContext, mode: str) -> Attempt:
         try:
             return _build(context, _begin(context, mode))
         except BaseException:
-            context.crash_marker.stop()
+            context.crash_marker.disarm()
             context.listener.end()
             raise
 
@@ -171,7 +171,7 @@ def _begin(context: RankContext, mode: str) -> ResumePoint:
     )
 
     def claimed(attempt: int) -> None:
-        context.crash_marker.listen(attempt)
+        context.crash_marker.arm(attempt)
         context.status_writer.update(state=CLAIMED, attempt=attempt, encrypt_to=recipients)
         context.listener.start(attempt, context.channel)
 
@@ -438,7 +438,7 @@ def _apply(context: RankContext, shutdown: Shutdown, beginning: ResumePoint) -> 
         context.phased_restore.begin(saved, cursor, manifest.window, first_loader)
         context.files.resumed(saved, beginning.record.attempt)
     except BaseException as error:
-        context.crash_marker.stop()
+        context.crash_marker.disarm()
         shutdown.abandon(error, cursor)
         raise
 

@@ -15,7 +15,7 @@ import multiprocessing, sys, time
 from concurrent.futures import ProcessPoolExecutor
 from torch import nn
 from trainckpt import Checkpointer
-from trainckpt.stop import listener as watch
+from trainckpt.stop import notice_listener as watch
 from tests.end_to_end.training import Parts
 from tests.end_to_end.test_pools import work
 

@@ -204,7 +204,7 @@ class SaveHandle:
 
 @dataclass(frozen=True, kw_only=True)
 class Committed:
-    """A snapshot that was just committed, as each rank's listeners get it. Saving thread.
+    """A snapshot that was just committed, as each rank's subscribers get it. Saving thread.
 
     Attributes:
         manifest: The manifest, as far as one rank knows it.

@@ -186,9 +186,9 @@ def entry() -> NoReturn:
     Nothing is left to take down, and taking torch down would hold up whoever waits for `run`.
     """
     if {*RUNS} & {*sys.argv[1:2]}:  # a signal while they are imported is a stop as well
-        from trainckpt.launcher.signal_policy import listen
+        from trainckpt.launcher.signal_policy import buffer_signals
 
-        listen()
+        buffer_signals()
     remove_import_mark()
     _have_streams()
     code = main()

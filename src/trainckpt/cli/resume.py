@@ -19,7 +19,7 @@ from trainckpt.errors import ConfigurationError, NothingToResume, TrainckptError
 from trainckpt.format import manifest as manifests
 from trainckpt.format import names
 from trainckpt.launcher.early_requeue import ask_to_be_queued_again, before_launch, unless_signalled
-from trainckpt.launcher.signal_policy import heard
+from trainckpt.launcher.signal_policy import signal_inbox
 from trainckpt.launcher.supervise import RESTART_VARIABLE, supervise
 from trainckpt.launcher.supervisor_record import BY_SUPERVISOR, NamedRun
 from trainckpt.launcher.torchrun_command import take_max_restarts, torchrun_command
@@ -148,7 +148,7 @@ class _Relaunch:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Launch the newest attempt's command, where and as it was launched."""
-    with heard() as inbox:
+    with signal_inbox() as inbox:
         relaunch = unless_signalled(partial(_planned, arguments), inbox)
         result = before_launch(inbox) if relaunch is None else _resumed(relaunch, arguments, inbox)
         facts = relaunch.facts if relaunch is not None else None

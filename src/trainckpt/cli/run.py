@@ -18,7 +18,7 @@ from trainckpt.cli import dumps, output
 from trainckpt.cli.output import tell
 from trainckpt.errors import ConfigurationError
 from trainckpt.launcher.early_requeue import FirstLaunch, ask_to_be_queued_again
-from trainckpt.launcher.signal_policy import heard
+from trainckpt.launcher.signal_policy import signal_inbox
 from trainckpt.launcher.supervise import RunResult, supervise
 from trainckpt.launcher.supervisor_record import NAME_VARIABLE, NamedRun
 from trainckpt.launcher.torchrun_command import (
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Launch, wait, and report how the attempt ended."""
-    with heard() as inbox:
+    with signal_inbox() as inbox:
         options, command = split_torchrun_options(arguments.command)
         options, restarts = take_max_restarts(options)
         if not command:

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 _COMPARED = 3  # passes after a load, the loaded one included; what differs later has other reasons
 
 
-class RequestListener(Protocol):
-    """Listens to the script's requests for batches, until it is over."""
+class RequestObserver(Protocol):
+    """Observes the script's requests for batches, until it is over."""
 
     is_over: bool
 
@@ -103,7 +103,7 @@ class TrackedLoader:
         on_boundary: Callable[[], None] | None = None,
         before_first_fetch: Callable[[], bool | None] | None = None,
         after_fetch: Callable[[Any], None] | None = None,
-        early_draws: RequestListener | None = None,
+        early_draws: RequestObserver | None = None,
         leader: TrackedLoader | None = None,
         report: Report | None = None,
         tracked_places: Callable[[], Iterable[tuple[int, str]]] | None = None,

@@ -30,13 +30,13 @@ _Multi: Any = torch_loader._MultiProcessingDataLoaderIter
 _TRACKED = (InProcessIterator, WorkersIterator)
 
 
-_listeners: list[weakref.WeakMethod[Callable[[DataLoader[Any]], None]]] = []
+_start_callbacks: list[weakref.WeakMethod[Callable[[DataLoader[Any]], None]]] = []
 
 
-def on_workers_started(listener: Callable[[DataLoader[Any]], None]) -> None:
+def on_workers_started(callback: Callable[[DataLoader[Any]], None]) -> None:
     """Call this method with each loader whose workers have started, while its object lives."""
-    _listeners[:] = [known for known in _listeners if known() is not None]
-    _listeners.append(weakref.WeakMethod(listener))
+    _start_callbacks[:] = [reference for reference in _start_callbacks if reference() is not None]
+    _start_callbacks.append(weakref.WeakMethod(callback))
 
 
 def shield_all_loaders() -> None:
@@ -65,9 +65,9 @@ def shield_all_loaders() -> None:
         with signals_blocked(context.get_start_method()):
             original_init(iterator, loader)
         kill_on_shutdown(iterator)
-        for known in _listeners:
-            if (listener := known()) is not None:
-                listener(loader)
+        for reference in _start_callbacks:
+            if (callback := reference()) is not None:
+                callback(loader)
 
     original_shutdown = _Multi._shutdown_workers
 

@@ -306,7 +306,7 @@ def _attend(
     deadline_s = None if limit_s is None else time.monotonic() + limit_s
     signals_before, last_line = inbox.count, [""]
 
-    def listen() -> None:
+    def relay() -> None:
         assert process.stdout is not None
         with process.stdout:
             for line in process.stdout:
@@ -315,8 +315,8 @@ def _attend(
                 else:
                     last_line[0] = line.strip() or last_line[0]
 
-    listener = threading.Thread(target=listen, name="trainckpt-flush-left", daemon=True)
-    listener.start()
+    relaying = threading.Thread(target=relay, name="trainckpt-flush-left", daemon=True)
+    relaying.start()
     end_reason = ""
     while process.poll() is None:
         is_late = deadline_s is not None and time.monotonic() > deadline_s
@@ -328,7 +328,7 @@ def _attend(
             )
             process.kill()
         inbox.next(LOOK_S)
-    listener.join()  # nobody but the process has the other end
+    relaying.join()  # nobody but the process has the other end
     if end_reason:
         say(end_reason)
     elif process.returncode not in (0, NOT_ALL):  # a bug of ours; it is done later

@@ -97,7 +97,7 @@ class LaunchMonitor:
                 self._signalled(number, ranks)
             self._signal_new_nested()
             self._write_notices(ranks)
-            if self._went_to_script and any(rank.listens for rank in ranks):
+            if self._went_to_script and any(rank.handles_signals for rank in ranks):
                 # Stop the clock: the script has a Checkpointer again, and goes on.
                 self._signal, self._signalled_at, self._went_to_script = "", math.inf, False
                 self._inbox.stop_s = None
@@ -238,7 +238,9 @@ class LaunchMonitor:
     def _write_notices(self, ranks: list[RankProcess]) -> None:
         """Write notices to ranks without signal handlers, once they look for notices."""
         deaf = [
-            r.status for r in ranks if r.listens and r.status.deaf and r.status.attempt is not None
+            r.status
+            for r in ranks
+            if r.handles_signals and r.status.deaf and r.status.attempt is not None
         ]
         new = {(status.run, status.attempt or 0) for status in deaf} - self._notified
         if not self._signal or self._went_to_script or self._cause or not new:

@@ -1,7 +1,7 @@
 """Signals of a supervisor: queued for the main thread, and the decisions on them.
 
 `trainckpt` receives signals before it imports the module of its verb, which takes a second: a job
-may be stopped at once. The verb takes over the signals that came (`heard`).
+may be stopped at once. The verb takes over the signals that came (`signal_inbox`).
 """
 
 from __future__ import annotations
@@ -89,16 +89,16 @@ class Inbox:
 _early: list[Inbox] = []  # at most one
 
 
-def listen() -> None:
-    """Keep signals from now on until `heard` is entered."""
+def buffer_signals() -> None:
+    """Keep signals from now on until `signal_inbox` is entered."""
     inbox = Inbox()
     inbox.is_attended = False
     _early[:] = [inbox.__enter__()]
 
 
 @contextlib.contextmanager
-def heard() -> Iterator[Inbox]:
-    """Yield an inbox, with the signals since `listen`, if that was called."""
+def signal_inbox() -> Iterator[Inbox]:
+    """Yield an inbox, with the signals since `buffer_signals`, if that was called."""
     inbox = _early.pop() if _early else Inbox().__enter__()
     inbox.is_attended = True
     try:
@@ -109,9 +109,9 @@ def heard() -> Iterator[Inbox]:
 
 # ---- decisions on signals, lost ranks, deadlines and failures
 #
-# A signal goes to the ranks that listen, not to torchrun: torchrun would pass it to the whole
+# A signal goes to the ranks that handle it, not to torchrun: torchrun would pass it to the whole
 # process group, loader workers included, and then kill what is left at a time of its own. Where no
-# rank listens there is nothing to save: either the script is still starting, or it has no
+# rank handles it there is nothing to save: either the script is still starting, or it has no
 # Checkpointer.
 #
 # Ranks with a Checkpointer report the grace of a stop. A command without one has the grace of its
@@ -139,7 +139,7 @@ class RankProcess:
     code: int | None = None  # exit code, negative for a signal; None while it is not known
 
     @property
-    def listens(self) -> bool:
+    def handles_signals(self) -> bool:
         """True if a signal sent to this rank becomes a notice."""
         return self.alive and self.status.state in (LISTENING, CLAIMED)
 
@@ -180,14 +180,14 @@ def about_signal(
         interrupts: Number of SIGINT so far, this one included.
         nested: Process ids of living nested supervisors.
     """
-    listeners = [rank for rank in ranks if rank.listens]
-    if nested and not listeners and interrupts <= 2:  # the second one has it end its ranks at once
+    receivers = [rank for rank in ranks if rank.handles_signals]
+    if nested and not receivers and interrupts <= 2:  # the second one has it end its ranks at once
         return SignalAction(TO_NESTED, nested, number)
     if interrupts > 1:
         return SignalAction(KILL)
-    if listeners:  # one would do; SIGHUP and SIGUSR1 are no notices to every release of a rank
+    if receivers:  # one would do; SIGHUP and SIGUSR1 are no notices to every release of a rank
         stop_signal = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-        pids = tuple(rank.status.pid for rank in listeners if not rank.status.deaf)
+        pids = tuple(rank.status.pid for rank in receivers if not rank.status.deaf)
         return SignalAction(TO_NESTED if nested else TO_RANKS, (*pids, *nested), stop_signal)
     if not ranks:
         return SignalAction(END if ours else TO_SCRIPT)
@@ -244,7 +244,7 @@ def someone_is_lost(ranks: Sequence[RankProcess]) -> bool:
     alive = [rank for rank in ranks if rank.alive]
     if any(rank.is_gone for rank in ranks):
         return not alive or any(rank.status.how not in IN_ORDER for rank in alive)
-    return any(r.status.how == FAILED for r in alive) and any(r.listens for r in alive)
+    return any(r.status.how == FAILED for r in alive) and any(r.handles_signals for r in alive)
 
 
 def starts_again(outcome: Outcome, *, done: int, most: int, signalled: bool) -> bool:

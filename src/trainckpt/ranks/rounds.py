@@ -2,8 +2,9 @@
 
     <k>/of/<rank>       the rank's publication; 1st
     bell/<rank>/<k>     set for every rank by the rank that opens round k with a request; 2nd.
-                        Each rank's listener waits for its own bell. Only the rank itself or an
-                        opener sets it, so a rank can wake itself to leave without disturbing others
+                        Each rank's answering thread waits for its own bell. Only the
+                        rank itself or an opener sets it, so a rank can wake itself to leave
+                        without disturbing others
     <k>/answers         counter of publications; 3rd. The rank that brings it to the world size,
                         departed ranks included, proposes at once: few messages per rank
     <k>/decision        the first proposal stands
@@ -12,10 +13,10 @@
 
 The store keeps a key until it is deleted, and a run saves for weeks. So each publication names the
 round up to which its rank has read all decisions, and each decision the least of these: keys up to
-there have no reader any more. A rank's listener deletes the rank's own keys, rank 0's the rest:
-only the thread waiting for a bell knows that it waits for a later one.
+there have no reader any more. A rank's answering thread deletes the rank's own keys, rank 0's the
+rest: only the thread waiting for a bell knows that it waits for a later one.
 
-No collective here, and nothing blocks but `listen`.
+No collective here, and nothing blocks but `wait_for_bell`.
 Threads: the watcher's, and any that leaves.
 """
 
@@ -277,7 +278,7 @@ class Rounds:
         value = self._channel.peek(f"{k}/decision")
         return None if value is None else Decision.from_json(value)
 
-    def listen(self, k: int, timeout_s: float) -> None:
+    def wait_for_bell(self, k: int, timeout_s: float) -> None:
         """Block until this rank's bell for round `k` is set. Needs its own connection: it stalls
         others."""
         self._channel.wait(f"bell/{self._rank}/{k}", timeout_s)
@@ -288,7 +289,7 @@ class Rounds:
         return value if isinstance(value, dict) else None
 
     def forget(self, settled: int) -> None:
-        """Delete keys of rounds whose decisions every rank has read, up to `settled`. Listener
+        """Delete keys of rounds whose decisions every rank has read, up to `settled`. Answering
         thread.
 
         The last of them stays: another thread of a slow rank may just be reading it, and a store
@@ -303,8 +304,8 @@ class Rounds:
         with contextlib.suppress(NoAgreement):  # without the store there is nothing to forget
             self._channel.forget(keys)
 
-    def wake_listener(self, k: int) -> None:
-        """Set this rank's own bell to wake its listener."""
+    def wake_answering(self, k: int) -> None:
+        """Set this rank's own bell to wake its answering thread."""
         self._channel.put(f"bell/{self._rank}/{k}", {"by": self._rank, "seconds_left": None})
 
     def _propose(self, decision: Decision) -> Decision:

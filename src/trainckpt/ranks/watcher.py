@@ -3,15 +3,15 @@
 Order of events:
 
     a notice here         watch    opens the next round, publishes, sets every rank's bell
-    a bell                listen   answers every round up to that one, in order
+    a bell                answer   answers every round up to that one, in order
     all publications      the rank with the last one proposes the decision
-    a decision            listen   reads it back, passes it to the boundary gate
-    time is over          listen   proposes "failed"; a failed stop ends this process with 71
+    a decision            answer   reads it back, passes it to the boundary gate
+    time is over          answer   proposes "failed"; a failed stop ends this process with 71
 
 `watch` sleeps on the sources' descriptors and polls the others once a second; it never blocks in
-the store, so that a second interrupt is seen. `listen` blocks in the store, on a connection of its
+the store, so that a second interrupt is seen. `answer` blocks in the store, on a connection of its
 own, while no round is undecided. With one open it polls every few milliseconds, because it then has
-deadlines to keep. A single rank has no listener: its decisions are immediate.
+deadlines to keep. A single rank does not `answer`: its decisions are immediate.
 
 Threads: `start` and `stop` from the main thread (signals); `request`, `request_save` and
 `publish_final` from any. Background threads: no collectives here.
@@ -111,7 +111,7 @@ class Watcher:
         self._answered = self._settled = self._forgotten = 0  # up to: here; by all; stops undone
         self._undecided: dict[int, Undecided] = {}
         self._outbox: deque[Publication] = deque()
-        self._listening_for = 1
+        self._awaited_round = 1
         self._lost: NoAgreement | None = None
         self._running = self._left = False
         self._stopping = threading.Event()
@@ -128,7 +128,7 @@ class Watcher:
         if self._world.size > 1:
             self._rounds = Rounds(self._channel.connection())
             self._bell_rounds = Rounds(self._channel.connection())
-            loops.append(self._listen)
+            loops.append(self._answer_rounds)
         self._running = True
         atexit.register(self._leave_at_exit)
         for loop in loops:
@@ -191,8 +191,8 @@ class Watcher:
         self._wake.ring()
         if self._world.size > 1 and self._lost is None:
             with self._lock:
-                k = self._listening_for
-            self._guarded(lambda: self._rounds.wake_listener(k))
+                k = self._awaited_round
+            self._guarded(lambda: self._rounds.wake_answering(k))
         until = time.monotonic() + STOP_WITHIN_S
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -324,19 +324,19 @@ class Watcher:
 
     # The thread on the store.
 
-    def _listen(self) -> None:
+    def _answer_rounds(self) -> None:
         while not self._stopping.is_set() and self._lost is None:
-            self._guarded(self._listen_once)
+            self._guarded(self._answer_rounds_once)
 
-    def _listen_once(self) -> None:
+    def _answer_rounds_once(self) -> None:
         with self._lock:
-            self._listening_for = self._answered + 1
+            self._awaited_round = self._answered + 1
             idle, settled = not self._undecided, self._settled
         if self._stopping.is_set():
             return
         if idle:
             self._bell_rounds.forget(settled)  # all rounds before the awaited one
-            self._bell_rounds.listen(self._listening_for, 7 * DAY_S)
+            self._bell_rounds.wait_for_bell(self._awaited_round, 7 * DAY_S)
             self._answer_bell()
         else:
             self._poll_undecided()

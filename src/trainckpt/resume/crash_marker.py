@@ -35,7 +35,7 @@ CRASHED = "crashed in native code"
 
 
 class CrashMarker:
-    """One rank's marker; `listen` at the claim, `stop` at the first boundary or a failed resume."""
+    """One rank's marker: armed at the claim, disarmed at the first boundary or a failed resume."""
 
     def __init__(self, tier: Place, rank: int) -> None:
         # A crash can only write into an open file.
@@ -43,7 +43,7 @@ class CrashMarker:
         self._rank = rank
         self._file: TextIO | None = None
 
-    def listen(self, attempt: int) -> None:
+    def arm(self, attempt: int) -> None:
         """Let a crash write a marker from now on. An unwritable folder stops nothing."""
         if os.environ.get(SUPERVISOR_VARIABLE) or faulthandler.is_enabled():
             return
@@ -55,7 +55,7 @@ class CrashMarker:
             path.chmod(0o600)
             faulthandler.enable(self._file)
 
-    def stop(self) -> None:
+    def disarm(self) -> None:
         """Remove the marker: a later crash has another cause."""
         if self._file is None:
             return
@@ -66,7 +66,9 @@ class CrashMarker:
         self._file = None
 
 
-def heard(tier: Place, before: Mapping[int, AttemptRecord]) -> dict[int, AttemptRecord]:
+def with_crash_outcomes(
+    tier: Place, before: Mapping[int, AttemptRecord]
+) -> dict[int, AttemptRecord]:
     """Return the records; a silent attempt with a crash marker gets the outcome in the marker.
 
     Empty files, from attempts that ended otherwise, are removed.

@@ -252,7 +252,7 @@ def _look(
     run = run or attempt_records.found_run(tier)
 
     def read() -> dict[int, AttemptRecord]:
-        return crash_marker.heard(tier, attempt_records.read_attempts(tier))
+        return crash_marker.with_crash_outcomes(tier, attempt_records.read_attempts(tier))
 
     before, newest, tiers = catch_up(reach, run, read, sure=mode == "required")
     record = attempt_records.claim(tier, lambda n: AttemptRecord(n, facts=facts), newest)

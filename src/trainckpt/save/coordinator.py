@@ -175,7 +175,7 @@ class SaveCoordinator:
         self._cut_off = False  # the last save found a rank gone
         self._may_wait = True  # the last wait for a save was not in vain
         self._thread: threading.Thread | None = None
-        self._commit_listeners: tuple[Callable[[Committed], object], ...] = (
+        self._commit_subscribers: tuple[Callable[[Committed], object], ...] = (
             self.references.on_commit,
             self._count_commit,
             self._stale_models.on_commit,
@@ -474,10 +474,10 @@ class SaveCoordinator:
                 seconds=time.monotonic() - save.begun_s,
                 is_final=save.is_final,
             )
-            for listener in self._commit_listeners:
+            for subscriber in self._commit_subscribers:
                 try:
-                    listener(event)
-                except Exception as error:  # noqa: BLE001 - the snapshot stands, and others listen
+                    subscriber(event)
+                except Exception as error:  # noqa: BLE001 - the snapshot stands, and others have to know of it
                     logger.warning(
                         "a task after the commit of %s failed: %s",
                         manifest.name,

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from trainckpt.dumping.handshake import DumpRequest
     from trainckpt.dumping.lean_dump import LeanDump
     from trainckpt.ranks.store import RankStore
-    from trainckpt.stop.listener import NoticeListener
+    from trainckpt.stop.notice_listener import NoticeListener
 
 
 REQUESTED_WITHIN_S = 60.0

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from trainckpt.save.requests import SaveRequests
     from trainckpt.stop.dump_pause import DumpPause
     from trainckpt.stop.final_save import FinalSave
-    from trainckpt.stop.listener import NoticeListener
+    from trainckpt.stop.notice_listener import NoticeListener
     from trainckpt.stop.survivor_setup import SurvivorSetup
 
 
