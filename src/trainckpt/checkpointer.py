@@ -107,14 +107,15 @@ class Checkpointer:
         self._files = tracked_files(registry, run)
         self._phased_restore = PhasedRestore(registry, self._position)
         self._recorder = proof_recorder.recorder_from_environment(self._world.rank, registry)
-        self._first = self._to_prove = True
-        self._thread = 0  # the training thread
+        self._awaits_first_boundary = True
+        self._storable_check_due = True  # also after the first step: it makes the optimizer's state
+        self._training_thread = 0  # its id, from `resume` on
         self._has_plain_loop = False  # the script's own, by `batches` or `boundary`
         self._problems = list[Restored]()
         self._attempt: Attempt | None = None
         self._loaders: list[tuple[Any, TrackedLoader]] = []
         self._early_draws = EarlyDraws(registry, self._report)
-        self._windows: counted_loops.CountedWindows | None = None
+        self._counted_windows: counted_loops.CountedWindows | None = None
         for name, value in keywords.items():
             registry.add(name, value)
         registry.add_implied()
@@ -213,7 +214,7 @@ class Checkpointer:
         """
         if self._attempt is not None:
             raise ConfigurationError("this Checkpointer has resumed already")
-        self._thread = threading.get_ident()
+        self._training_thread = threading.get_ident()
         self._attempt = attempt = start_attempt(self._context, mode or self.options.resume)
         self._loop_checks.begin(attempt.beginning.cursor)
         self._untracked = UntrackedOptimizers(self._registry, self._position, self._report)
@@ -283,7 +284,7 @@ class Checkpointer:
         for original, tracked in self._loaders:
             if loader is original or loader is tracked:
                 return tracked
-        if not self._first:
+        if not self._awaits_first_boundary:
             raise ConfigurationError(
                 "a loader cannot be registered after training has begun: nothing would know its "
                 "position",
@@ -414,9 +415,13 @@ class Checkpointer:
         position.reach_boundary(evaluation=evaluation)
         if self._registry.epoch_head.is_open and not evaluation:
             self._registry.epoch_head.end()
-        to_compare = self._phased_restore.under_way or attempt.report.is_awaited or self._windows
-        if self._to_prove or to_compare or self._recorder is not None:
-            self._seldom(evaluation=evaluation, closing=closing, is_in_loader=is_in_loader)
+        to_compare = (
+            self._phased_restore.under_way or attempt.report.is_awaited or self._counted_windows
+        )
+        if self._storable_check_due or to_compare or self._recorder is not None:
+            self._boundary_near_start(
+                evaluation=evaluation, closing=closing, is_in_loader=is_in_loader
+            )
         is_whole = position.between_batches or not evaluation
         resumable = is_whole and not self._phased_restore.to_come
         if attempt.survival is not None and resumable and not (evaluation or position.micro):
@@ -450,34 +455,51 @@ class Checkpointer:
         attempt.report.read_findings()
         self._timings.after_boundary(time.monotonic())
 
-    def _seldom(self, *, evaluation: bool, closing: bool, is_in_loader: bool) -> None:
-        """Do the rare work of the first boundaries, an unfinished resume, or a proof."""
+    def _boundary_near_start(self, *, evaluation: bool, closing: bool, is_in_loader: bool) -> None:
+        """Do the work of the first boundaries, of a resume not yet compared, and of a proof."""
         attempt = self._must_have_resumed()
-        if self._first or (self._to_prove and self._loop_checks.trained):
-            self._to_prove = self._first  # an optimizer makes its state in the first step
-            with self._ending_on_refusal():
-                check_storable(
-                    self._context.channel,
-                    self._registry,
-                    self._tier,
-                    at_first=self._first,
-                    excludes=bool(self.options.exclude),
-                )
-        if self._first:
-            self._first = False
-            self._registry.watched.training_begins()
-            if self._has_plain_loop:
-                self._registry.open_loaders.begin()
-                self._registry.script_variables.begin()
-            self._loop_checks.on_first_boundary(
-                asks=not (evaluation or closing or self._hooks.on_resume)
+        if self._storable_check_due:
+            self._check_storable()
+        if self._awaits_first_boundary:
+            self._awaits_first_boundary = False
+            self._first_boundary(attempt, fetches_batch=not (evaluation or closing))
+        self._compare_with_snapshot(attempt, is_in_loader=is_in_loader)
+        if self._recorder is not None:
+            cursor = self._position.cursor
+            self._recorder.boundary(cursor, evaluation=evaluation)
+            self._recorder.strike(cursor, self._gate.has_open_round)
+
+    def _check_storable(self) -> None:
+        """Check that the state can be stored, at the first boundary and after the first step."""
+        at_first = self._awaits_first_boundary
+        if not (at_first or self._loop_checks.trained):
+            return
+        self._storable_check_due = at_first
+        with self._ending_on_refusal():
+            check_storable(
+                self._context.channel,
+                self._registry,
+                self._tier,
+                at_first=at_first,
+                excludes=bool(self.options.exclude),
             )
-            self._files.warn_uncut(attempt.beginning.record.attempt)
-            attempt.record_writer.change_soon(state=RUNNING)
-            self._context.crash_marker.disarm()
-        if self._windows is not None:
-            self._windows.reach_boundary(self._position.step, self._position.window)
-            self._windows = None if self._windows.is_over else self._windows
+
+    def _first_boundary(self, attempt: Attempt, *, fetches_batch: bool) -> None:
+        """Note that training begins. `fetches_batch`: a batch follows."""
+        self._registry.watched.training_begins()
+        if self._has_plain_loop:
+            self._registry.open_loaders.begin()
+            self._registry.script_variables.begin()
+        self._loop_checks.on_first_boundary(asks=fetches_batch and not self._hooks.on_resume)
+        self._files.warn_uncut(attempt.beginning.record.attempt)
+        attempt.record_writer.change_soon(state=RUNNING)
+        self._context.crash_marker.disarm()
+
+    def _compare_with_snapshot(self, attempt: Attempt, *, is_in_loader: bool) -> None:
+        """Go on with a resume: restore what is due here, and compare the run with the snapshot."""
+        if self._counted_windows is not None:
+            self._counted_windows.reach_boundary(self._position.step, self._position.window)
+            self._counted_windows = None if self._counted_windows.is_over else self._counted_windows
         was_under_way = self._phased_restore.under_way
         if was_under_way:
             entered = self._position.cursor.evaluations
@@ -489,10 +511,6 @@ class Checkpointer:
             attempt.report.compared()
         elif attempt.report.is_awaited:
             attempt.report.read_findings()
-        cursor = self._position.cursor
-        if self._recorder is not None:
-            self._recorder.boundary(cursor, evaluation=evaluation)
-            self._recorder.strike(cursor, self._gate.has_open_round)
 
     def _end_training(self) -> None:
         self._untracked.close()
@@ -512,7 +530,7 @@ class Checkpointer:
 
     def _loader_boundary(self) -> None:
         self._must_have_resumed()
-        if threading.get_ident() != self._thread:
+        if threading.get_ident() != self._training_thread:
             raise ConfigurationError(
                 "a batch is asked for on another thread than the one that resumed: a batch that "
                 "waits for the training loop would count as trained",
@@ -537,7 +555,9 @@ class Checkpointer:
                 logger.info("hint: %s", hint)
                 if cursor.micro:
                     start = self._position.window_start()
-                    self._windows = counted_loops.CountedWindows(start, cursor.micro, self._report)
+                    self._counted_windows = counted_loops.CountedWindows(
+                        start, cursor.micro, self._report
+                    )
         names = counted_loops.cycled() if cursor.micro_batches else []
         self._note([Restored(name, How.NOT_KEPT, counted_loops.CYCLED) for name in names])
         return self._phased_restore.before_first_fetch()

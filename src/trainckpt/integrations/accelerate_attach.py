@@ -295,11 +295,11 @@ class AttachedCheckpointer(Checkpointer):
         self._prepared.append((loader, prepared))
         return super().loader(prepared)
 
-    def _seldom(self, **boundary: bool) -> None:
-        if self._first:  # all loaders to track are tracked by now
+    def _boundary_near_start(self, **boundary: bool) -> None:
+        if self._awaits_first_boundary:  # all loaders to track are tracked by now
             problems = self._remembered.problems(self._remembered.tracked_now())
             self._note([Restored("accelerator", How.NOT_KEPT, problem) for problem in problems])
-        super()._seldom(**boundary)
+        super()._boundary_near_start(**boundary)
 
     def _must_be_prepared(self, loader: Any) -> None:
         accelerator = self._accelerator
