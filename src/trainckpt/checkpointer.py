@@ -38,6 +38,7 @@ from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt_record import RUNNING
 from trainckpt.format.exactness import How, Restored
 from trainckpt.format.names import check_tag
+from trainckpt.gc_pause import gc_paused
 from trainckpt.inspect import proof_recorder
 from trainckpt.inspect.proof_files import tracked_files
 from trainckpt.notice import Notice
@@ -419,9 +420,10 @@ class Checkpointer:
             self._phased_restore.under_way or attempt.report.is_awaited or self._counted_windows
         )
         if self._storable_check_due or to_compare or self._recorder is not None:
-            self._boundary_near_start(
-                evaluation=evaluation, closing=closing, is_in_loader=is_in_loader
-            )
+            with gc_paused():
+                self._boundary_near_start(
+                    evaluation=evaluation, closing=closing, is_in_loader=is_in_loader
+                )
         is_whole = position.between_batches or not evaluation
         resumable = is_whole and not self._phased_restore.to_come
         if attempt.survival is not None and resumable and not (evaluation or position.micro):

@@ -1,8 +1,8 @@
-"""Pause the garbage collector around imports and resumes.
+"""Pause the garbage collector around imports, resumes and saves.
 
 Each collection may visit all objects, 170 000 once torch is imported: a tenth of a second. Imports
-of many modules make hundreds of thousands of lasting objects, and a resume makes many too. Both
-would start several collections, and few of those objects are garbage.
+of many modules make hundreds of thousands of lasting objects. A resume and a first save make some
+for each tensor. All would start several collections, and few of those objects are garbage.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ def small(monkeypatch):
         monkeypatch.setattr(module, "FROM_BYTES", 4 * PAGE)
     for name in ("PIECE_BYTES", "WRITE_PIECE_BYTES"):
         monkeypatch.setattr(file_io, name, 4 * PAGE)
+    monkeypatch.setattr(restore, "BORROWED_FROM_BYTES", 4 * PAGE)
     monkeypatch.setattr(restore, "READ_BYTES", 8 * PAGE)
     monkeypatch.setattr(restore, "SCRATCH_BYTES", 16 * PAGE)
 

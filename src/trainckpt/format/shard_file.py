@@ -132,6 +132,24 @@ class Region:
         region.__dict__.update(self.__dict__, first_byte=first_byte, digest=found)
         return region
 
+    @classmethod
+    def whole(cls, tensor: str, dtype: str, shape: tuple[int, ...], true_dtype: str) -> Region:
+        """Return the region of a whole tensor; several times as quick as the constructor."""
+        region = object.__new__(cls)
+        region.__dict__.update(
+            tensor=tensor,
+            dtype=dtype,
+            offset=(0,) * len(shape),
+            shape=shape,
+            of=shape,
+            true_dtype=true_dtype,
+            first_byte=0,
+            digest="",
+            num_bytes=num_bytes(shape, dtype),
+            key=tensor,
+        )
+        return region
+
 
 def region_key(
     tensor: str, offset: tuple[int, ...], shape: tuple[int, ...], of: tuple[int, ...]
@@ -318,29 +336,28 @@ def _parse_region(
     places = json_io.counts(json_io.field(entry, "data_offsets", list, where), where)
     if dtype not in ITEM_BYTES or len(places) != 2 or type(true_dtype) is not str:
         raise UnusableSnapshot(f"{where}: type {dtype!r} with places {places} is not readable")
-    tensor, offset, of = key, (0,) * len(shape), shape
-    if partial is not None:
-        tensor = json_io.field(partial, "tensor", str, where)
+    inside = True
+    if partial is None:
+        region = Region.whole(key, dtype, shape, true_dtype)
+    else:
         offset = json_io.counts(json_io.field(partial, "offset", list, where), where)
         of = json_io.counts(json_io.field(partial, "of", list, where), where)
-    region = Region(
-        tensor=tensor,
-        dtype=dtype,
-        offset=offset,
-        shape=shape,
-        of=of,
-        true_dtype=true_dtype,
-        first_byte=places[0],
-        digest=found_digest,
-    )
-    inside = len(offset) == len(shape) == len(of) and all(
-        o + n <= whole for o, n, whole in zip(offset, shape, of, strict=True)
-    )
+        region = Region(
+            tensor=json_io.field(partial, "tensor", str, where),
+            dtype=dtype,
+            offset=offset,
+            shape=shape,
+            of=of,
+            true_dtype=true_dtype,
+        )
+        inside = len(offset) == len(shape) == len(of) and all(
+            o + n <= whole for o, n, whole in zip(offset, shape, of, strict=True)
+        )
     if not inside or places[1] - places[0] != region.num_bytes:
         raise UnusableSnapshot(f"{where}: its shape {shape} does not fit its place {places}")
     if not digest.are_digests(found_digest, {1, region.num_blocks}):
         raise UnusableSnapshot(f"{where} has no digest")
-    return region
+    return region.placed(places[0], found_digest)
 
 
 def _parse_references(

@@ -28,6 +28,7 @@ from trainckpt.encryption.encrypted_file import EncryptedLayout
 from trainckpt.errors import NoAgreement, SaveFailed
 from trainckpt.format.manifest import Manifest
 from trainckpt.format.names import VERSION, SnapshotName
+from trainckpt.gc_pause import gc_paused
 from trainckpt.preemption.signals import raised_by_handler
 from trainckpt.ranks import threads
 from trainckpt.ranks.store import RANKS_TIMEOUT_S, collective_timeout_s
@@ -219,7 +220,7 @@ class SaveCoordinator:
         self.sequence += 1
         name = SnapshotName(self._defaults.attempt, self.sequence, cursor.step, cursor.micro)
         try:
-            with self._registry.unchanged():
+            with self._registry.unchanged(), gc_paused():
                 self._tracked_names.check()
                 self._stale_models.note(cursor.step)
                 staged = self._stage(cursor, final=final, behind=behind, in_memory=in_memory)

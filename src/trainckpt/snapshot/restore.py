@@ -332,7 +332,7 @@ class Reader:
         ]
         lent: list[BlockRead] = []
         batch, mine, puts = Batch(self._tier), list[BlockRead](), list[RegionTarget]()
-        for place, read in found:
+        for place, read in self._read_small(found, destination):
             part = read.part or place.region.box
             if borrowed := self._borrow(place, part, destination):
                 lent += borrowed
@@ -346,6 +346,45 @@ class Reader:
         _read(batch, mine, puts, destination)
         self._verify(lent)
         self.verified += batch.verified
+
+    def _read_small(
+        self, found: Sequence[tuple[RegionLocation, RegionRead]], destination: ReadDestination
+    ) -> list[tuple[RegionLocation, RegionRead]]:
+        """Read small whole regions, neighbours together; return the other reads.
+
+        A model has thousands of small tensors. Each becomes a part of the memory that it is read
+        to with its neighbours, so none is copied.
+        """
+        small: list[tuple[RegionLocation, RegionRead]] = []
+        others: list[tuple[RegionLocation, RegionRead]] = []
+        for each in found:
+            region, part = each[0].region, each[1].part
+            is_small = 0 < region.num_bytes < BORROWED_FROM_BYTES
+            is_whole = region.is_whole and (part is None or part == region.box)
+            (small if is_small and is_whole else others).append(each)
+        for key, runs in groupby(_neighbours(small), key=lambda run: run[0][0].key):
+            parts: list[tuple[int, memoryview]] = []
+            regions: list[list[tuple[Region, memoryview]]] = []  # of each part, with their memory
+            for run in runs:
+                first, last = run[0][0].first_byte, run[-1][0]
+                num_bytes = last.first_byte + last.region.num_bytes - first
+                if num_bytes <= CLOSE_BYTES:  # joined with the reads beside it
+                    others += run
+                    continue
+                into, of_part = private_memory(num_bytes, first), []
+                for place, read in run:
+                    region, at = place.region, place.first_byte - first
+                    data = into[at : at + region.num_bytes]
+                    if destination.borrow(region, region.box, data):
+                        of_part.append((region, data))
+                    else:
+                        others.append((place, read))
+                if of_part:
+                    parts.append((first, into))
+                    regions.append(of_part)
+            self._tier.read_parts(key, parts, partial(_verify_small, key, regions))
+        others.sort(key=lambda each: each[0][:2])
+        return others
 
     def _is_near(self, place: RegionLocation) -> bool:
         is_near: Callable[[str], bool] | None = getattr(self._tier, "is_near", None)
@@ -436,6 +475,35 @@ class RegionTarget(NamedTuple):
     region: Region
     part: Box
     data: memoryview
+
+
+def _neighbours(
+    small: Sequence[tuple[RegionLocation, RegionRead]],
+) -> Iterator[list[tuple[RegionLocation, RegionRead]]]:
+    """Yield runs of adjacent regions of one file, at most `READ_BYTES` each."""
+    run: list[tuple[RegionLocation, RegionRead]] = []
+    for each in small:
+        if run:
+            place, first, last = each[0], run[0][0], run[-1][0]
+            is_next = place.key == last.key and (
+                place.first_byte == last.first_byte + last.region.num_bytes
+            )
+            num_bytes = place.first_byte + place.region.num_bytes - first.first_byte
+            if not is_next or num_bytes > READ_BYTES:
+                yield run
+                run = []
+        run.append(each)
+    if run:
+        yield run
+
+
+def _verify_small(
+    key: str, regions: Sequence[Sequence[tuple[Region, memoryview]]], number: int
+) -> None:
+    """Verify the regions of part `number`; errors as `BlockRead.take`."""
+    for region, data in regions[number]:
+        if digest.digests_by_block(data, region.bytes_per_digest) != region.digest:
+            raise UnusableSnapshot(f"{key}: {region.key[:100]} does not match its digest")
 
 
 def _loads(

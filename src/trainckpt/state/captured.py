@@ -21,7 +21,7 @@ from trainckpt.state import dtensor, tensor_subclasses, values
 from trainckpt.state.device_copy import can_upload, upload
 from trainckpt.state.parallel_copy import as_copied
 from trainckpt.state.values import UnknownValue
-from trainckpt.state.zero_copy import Proofs, has_memory
+from trainckpt.state.zero_copy import FROM_BYTES, Proofs, has_memory
 from trainckpt.storage.file_io import at_address
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 
 _LAZY = (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
+_CONVERTED = frozenset(("sparse", "order", "subclass"))  # in the node of a tensor
 VALUES = "values.json"  # the tensor (bytes) of all values of a rank
 
 
@@ -208,7 +209,8 @@ class Saved:
     def copy(self, name: str, live: torch.Tensor, copies: CopyBatch) -> None:
         """Copy the saved tensor of this name into a live one of the same shape, by `copies`."""
         found = self.tensors[name]
-        copies.add(live, found, self.proofs.of(found) if self.is_again else None)
+        is_large = found.nbytes >= FROM_BYTES
+        copies.add(live, found, self.proofs.of(found) if self.is_again and is_large else None)
 
     def decode(self, tree: Any, device: torch.device | None = None) -> Any:
         """Decode a tree; tensors not on the CPU then go to `device`. Tensors are fresh copies."""
@@ -284,10 +286,11 @@ class Saved:
         if (
             not isinstance(name, str)
             or name in self.wraps
-            or {"sparse", "order", "subclass"} & tree.keys()
+            or not _CONVERTED.isdisjoint(tree)
+            or (found := self.tensors.get(name)) is None
         ):
             return None
-        return name if name in self.tensors and self.tensors[name].is_contiguous() else None
+        return name if found.is_contiguous() else None
 
     def _fresh(self, name: str, device: torch.device | None) -> torch.Tensor:
         if name not in self.tensors:

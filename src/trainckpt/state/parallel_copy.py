@@ -17,35 +17,47 @@ if TYPE_CHECKING:
     from trainckpt.state.zero_copy import VerifiedTensor
 
 PIECE_BYTES = 8 << 20  # of one copy, so that threads can share a tensor
-_NOT_COPIED = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
+# Types of less than 8 bits; older releases of torch lack some.
+_NOT_COPIED = frozenset(
+    getattr(torch, name)
+    for name in (f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
+    if hasattr(torch, name)
+)
 
 
 class CopyBatch:
-    """Copies between tensors, made together by `run`; indivisible ones are made at once."""
+    """Copies between tensors, made together by `run`."""
 
     def __init__(self) -> None:
         self._parts: list[Callable[[], object]] = []
+        self._small: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])  # targets and sources
         self._uploads: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def add(
         self, into: torch.Tensor, data: torch.Tensor, proof: VerifiedTensor | None = None
     ) -> None:
         """Copy `data` into `into`, of the same shape, unless the proof of `data` holds there."""
-        into, data = as_copied(into.detach()), as_copied(data.detach())
+        into, data = as_copied(into), as_copied(data)
         if device_copy.can_upload(into, data):
             self._uploads.append((into, data))
+        elif into.is_conj() or into.is_neg():
+            into.copy_(data)  # torch refuses them in lists
         elif not _can_be_divided(into, data):
-            into.copy_(data)
+            self._small[0].append(into)
+            self._small[1].append(data)
         elif proof is not None:
             self._parts.append(partial(_prove_or_copy, into, data, proof))
         else:
             step = PIECE_BYTES // into.element_size()
-            into, data = into.view(-1), data.view(-1)
+            into, data = into.detach().view(-1), data.detach().view(-1)
             for at in range(0, into.numel(), step):
                 self._parts.append(partial(into[at : at + step].copy_, data[at : at + step]))
 
+    @torch.no_grad()
     def run(self, num_threads: int) -> None:
         """Make all copies, and return when they are complete. Call it once."""
+        if self._small[0]:
+            torch._foreach_copy_(*self._small)  # one call: a model has thousands
         if num_threads < 2 or len(self._parts) < 2:
             for part in self._parts:
                 part()
@@ -63,8 +75,7 @@ class CopyBatch:
 
 def as_copied(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or its bytes for types of less than 8 bits: torch cannot copy those."""
-    name = str(tensor.dtype).removeprefix("torch.")
-    return tensor.view(torch.uint8) if name in _NOT_COPIED else tensor
+    return tensor.view(torch.uint8) if tensor.dtype in _NOT_COPIED else tensor
 
 
 def _prove_or_copy(into: torch.Tensor, data: torch.Tensor, proof: VerifiedTensor) -> None:

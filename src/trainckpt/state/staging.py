@@ -347,10 +347,12 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _region(name: str, tensor: torch.Tensor, placed: Placed | None) -> Region:
-    box, of = whole(tuple(tensor.shape)), tuple(tensor.shape)
+    dtype, of = _NAMES.get(tensor.dtype), tuple(tensor.shape)
+    if dtype is not None and placed is None:
+        return Region.whole(name, dtype, of, "")
+    box = whole(of)
     if placed is not None:
         box, of = placed.box, placed.shape
-    dtype = _NAMES.get(tensor.dtype)
     if dtype is not None:
         return Region(name, dtype, box.offset, box.shape, of)
     size = tensor.element_size()

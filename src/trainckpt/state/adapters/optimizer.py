@@ -257,7 +257,7 @@ class OptimizerState:
             live = before.get(parameter, {})
             state = self.optimizer.state[parameter] = {}
             for coded, tree in stored[known[id(parameter)]]:
-                key = saved.decode(coded)
+                key = coded if type(coded) is str else saved.decode(coded)
                 place = id(parameter), key
                 name = tree.get("$tensor", "") if isinstance(tree, dict) else ""
                 value: Any = earlier.get(place)

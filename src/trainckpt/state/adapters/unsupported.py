@@ -6,7 +6,8 @@ imported, and a script's class of the same name is not affected.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -84,8 +85,9 @@ def refuse(value: object, name: str) -> None:
 def _reason(value: object, name: str) -> tuple[str, str] | None:
     if not isinstance(value, nn.Module):
         return _match(value, name, _RULES)
+    rules = (*_RULES, _MEGATRON_MODULE)
     for path, part in value.named_modules():
-        found = _match(part, f"{name}/{path}" if path else name, (*_RULES, _MEGATRON_MODULE))
+        found = _match(part, f"{name}/{path}" if path else name, rules)
         if found is not None:
             return found
     if _is_parallel_under_ddp(value):
@@ -105,12 +107,19 @@ def _is_parallel_under_ddp(value: nn.Module) -> bool:
 
 
 def _match(value: object, name: str, rules: tuple[_Rule, ...]) -> tuple[str, str] | None:
-    for kind in type(value).__mro__:
+    value_type: Any = type(value)  # mypy does not know that types are hashable
+    rule = _rule_of(value_type, rules)
+    return None if rule is None else _match_rule(name, rule)
+
+
+@lru_cache  # a model has few types of modules, and many of each
+def _rule_of(value_type: type[Any], rules: tuple[_Rule, ...]) -> _Rule | None:
+    for kind in value_type.__mro__:
         for rule in rules:
             if rule.kinds and kind.__name__ not in rule.kinds:
                 continue
             if any(f"{kind.__module__}.".startswith(f"{module}.") for module in rule.modules):
-                return _match_rule(name, rule)
+                return rule
     return None
 
 
