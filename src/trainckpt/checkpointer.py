@@ -23,9 +23,8 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.attempt.data_world import pop_data_world
 from trainckpt.attempt.log import logger, prepare
-from trainckpt.attempt.options import TABLE, read_options
+from trainckpt.attempt.options import TABLE, pop_data_world, read_options
 from trainckpt.attempt.progress_counter import ProgressCounter
 from trainckpt.attempt.save_handle import SaveHandle
 from trainckpt.attempt.script_hooks import Hooks
@@ -54,8 +53,8 @@ from trainckpt.save.estimates import SaveEstimator, Timings
 from trainckpt.save.requests import SaveRequests
 from trainckpt.start_attempt import Attempt, RankContext, start_attempt
 from trainckpt.state import script_variables
-from trainckpt.state.early_draws import EarlyDraws
 from trainckpt.state.registry import Registry
+from trainckpt.state.script_randomness import EarlyDraws
 from trainckpt.stop.notice_listener import NoticeListener
 from trainckpt.stop.shutdown import HardExit
 

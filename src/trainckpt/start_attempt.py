@@ -63,8 +63,7 @@ from trainckpt.storage.shared_memory import reclaim
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainckpt.attempt.data_world import DataWorld
-    from trainckpt.attempt.options import Options
+    from trainckpt.attempt.options import DataWorld, Options
     from trainckpt.attempt.progress_counter import ProgressCounter
     from trainckpt.attempt.script_hooks import Hooks
     from trainckpt.attempt.status_files import RankStatusWriter

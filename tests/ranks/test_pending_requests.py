@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trainckpt.notice import Notice
-from trainckpt.ranks.pending_requests import PendingRequests
 from trainckpt.ranks.rounds import Decision
+from trainckpt.ranks.watcher import PendingRequests
 
 STOP = Notice("SIGTERM", "stop", "micro-batch")
 WINDOW = Notice("wall time", "stop", "window")

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from tests.end_to_end.training import Crash
 from trainckpt import Checkpointer
-from trainckpt.state.early_draws import REASON
+from trainckpt.state.script_randomness import REASON
 
 
 def before_each(ckpt, loaders, train):

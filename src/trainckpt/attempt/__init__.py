@@ -1,6 +1,6 @@
 """One attempt of a run, as its ranks see it.
 
-options, memory_budget  what the user set, and the memory allowed
+options                 what the user set
 launch, fingerprint     facts of the start: command, environment, software and hardware
 record_writer           the attempt's record in the run directory, for good
 status_files            the rank's status for the processes of its launch, until they end

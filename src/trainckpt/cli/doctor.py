@@ -36,7 +36,7 @@ from trainckpt.process_dump.gpu_state import NVLS
 from trainckpt.run_directory import run_tiers, run_url
 from trainckpt.run_directory.tier_config import open_slower, recorded
 from trainckpt.snapshot import attempt_history, catalog
-from trainckpt.storage import fs_probe, host_memory
+from trainckpt.storage import fs_probe, host_resources
 from trainckpt.storage.local import LocalTier
 from trainckpt.storage.object_store import ObjectStoreTier
 from trainckpt.storage.retry import CLOSED
@@ -238,7 +238,7 @@ def check_signals() -> DoctorCheck:
 
 
 def _check_memory() -> DoctorCheck:
-    limit = host_memory.limit_bytes()
+    limit = host_resources.limit_bytes()
     if limit is None:
         return _fine("memory", "not known")
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -18,7 +18,6 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainckpt.attempt.memory_budget import has_room, training_bytes
 from trainckpt.attempt.status_files import SUPERVISOR_VARIABLE
 from trainckpt.errors import TrainckptError
 from trainckpt.format.names import RUN_RECORD
@@ -27,6 +26,7 @@ from trainckpt.run_directory import run_url
 from trainckpt.snapshot import attempt_history, catalog
 from trainckpt.snapshot.fetch import fetch, held_bytes, is_shared
 from trainckpt.storage import libc, replica_slots
+from trainckpt.storage.host_resources import has_room, training_bytes
 from trainckpt.storage.local import LocalTier
 from trainckpt.storage.shared_memory import SharedMemoryDir
 

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 from trainckpt.errors import SaveFailed, UnusableSnapshot
 from trainckpt.format.dump import Gpu, GpuState
 from trainckpt.process_dump.process_tree import GPU_FILES
-from trainckpt.storage import host_memory
+from trainckpt.storage import host_resources
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
@@ -458,7 +458,7 @@ def _gpu_state(machine: Machine, users: Sequence[int]) -> GpuState:
 
 
 def _why_no_room(state: GpuState, users: Sequence[int]) -> str:
-    free_bytes = min((host_memory.left_bytes(pid) or 0 for pid in users), default=0)
+    free_bytes = min((host_resources.free_bytes(pid) or 0 for pid in users), default=0)
     needed_bytes = int(SPARE * state.num_bytes)
     if users and needed_bytes > free_bytes:
         needed, free = needed_bytes >> 20, free_bytes >> 20

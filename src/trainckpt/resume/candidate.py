@@ -19,9 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.attempt import error_json
 from trainckpt.attempt.log import logger
-from trainckpt.attempt.memory_budget import copy_threads
 from trainckpt.errors import (
     ConfigurationError,
     NoAgreement,
@@ -30,6 +28,7 @@ from trainckpt.errors import (
     TrainckptError,
     UnusableSnapshot,
 )
+from trainckpt.ranks import store
 from trainckpt.ranks.store import RANKS_TIMEOUT_S
 from trainckpt.resume.host_cache import fetch_together
 from trainckpt.snapshot import catalog
@@ -41,6 +40,7 @@ from trainckpt.state.captured import VALUES, Saved, parse_values
 from trainckpt.state.destination import Destination
 from trainckpt.state.restore_targets import find_targets
 from trainckpt.state.zero_copy import FROM_BYTES, AdoptedTensors, Proofs
+from trainckpt.storage.host_resources import copy_threads
 from trainckpt.storage.tiered_reader import MemoryCachedTier, TieredReader
 
 if TYPE_CHECKING:
@@ -419,7 +419,7 @@ class _Read:
 
 def _failed(error: TrainckptError, rank: int) -> dict[str, Any]:
     """Return the result of a failed rank; a reason common to several ranks stays the same."""
-    told = error_json.to_json(error)
+    told = store.to_json(error)
     if isinstance(error, ConfigurationError):
         return {"kind": "mismatch", **told}
     told["message"] = f"rank {rank}: {told['message']}"
@@ -433,7 +433,7 @@ def _must_fit(name: SnapshotName, results: list[dict[str, Any]]) -> None:
     restart it.
     """
     if mismatch := [r for r in results if r["kind"] == "mismatch"]:
-        raise error_json.from_json(mismatch[0])
+        raise store.from_json(mismatch[0])
     exact = [r["exact"] for r in results if r["kind"] == "ok"]
     if len(set(exact)) > 1:
         raise StateMismatch(

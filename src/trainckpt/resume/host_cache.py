@@ -20,11 +20,11 @@ import contextlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainckpt.attempt.log import logger
-from trainckpt.attempt.memory_budget import has_room, training_bytes
 from trainckpt.errors import NoAgreement, TrainckptError
 from trainckpt.ranks import exchange
 from trainckpt.ranks.store import RANKS_TIMEOUT_S
 from trainckpt.snapshot.fetch import fetch, held_bytes, is_shared, is_there, room_for
+from trainckpt.storage.host_resources import has_room, training_bytes
 from trainckpt.storage.local import LocalTier
 
 if TYPE_CHECKING:

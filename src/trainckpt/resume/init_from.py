@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.attempt.error_json import gather_or_raise
 from trainckpt.errors import ConfigurationError
 from trainckpt.inspect.contents import Contents, models_in
 from trainckpt.inspect.load import SelectiveLoad, read_into
-from trainckpt.ranks.store import RANKS_TIMEOUT_S
+from trainckpt.ranks.store import RANKS_TIMEOUT_S, gather_or_raise
 from trainckpt.run_directory.run_tiers import open_source
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.attempt import error_json, heartbeat, launch
-from trainckpt.attempt.error_json import gather_or_raise
+from trainckpt.attempt import heartbeat, launch
 from trainckpt.attempt.heartbeat import is_alive
 from trainckpt.attempt.launch import AT_VARIABLE
 from trainckpt.attempt.log import logger
@@ -37,7 +36,8 @@ from trainckpt.errors import (
 )
 from trainckpt.format.attempt_record import FAILED, AttemptRecord
 from trainckpt.format.names import SnapshotName
-from trainckpt.ranks.store import RANKS_TIMEOUT_S
+from trainckpt.ranks import store
+from trainckpt.ranks.store import RANKS_TIMEOUT_S, gather_or_raise
 from trainckpt.resume import candidate_order as choices
 from trainckpt.resume import crash_marker
 from trainckpt.resume.candidate import read_candidate
@@ -216,10 +216,10 @@ def record_parent(
             must=True, parent=parent, facts={**record_writer.record.facts, **facts}
         )
     except TrainckptError as error:
-        told = {"error": error_json.to_json(error)}
+        told = {"error": store.to_json(error)}
     told = channel.gather("parent recorded", told, RANKS_TIMEOUT_S)[0]
     if "error" in told:
-        raise error_json.from_json(told["error"])
+        raise store.from_json(told["error"])
 
 
 def _compare_lengths(channel: RankStore, registry: Registry) -> None:

@@ -24,7 +24,6 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.attempt.error_json import gather_or_raise
 from trainckpt.attempt.log import logger
 from trainckpt.errors import TierUnavailable, TrainckptError, UnusableSnapshot
 from trainckpt.format import manifest as manifests
@@ -32,7 +31,7 @@ from trainckpt.format import names, parity_file
 from trainckpt.format.digest_check import is_file
 from trainckpt.format.names import SnapshotName
 from trainckpt.ranks.exchange import Exchange
-from trainckpt.ranks.store import RANKS_TIMEOUT_S
+from trainckpt.ranks.store import RANKS_TIMEOUT_S, gather_or_raise
 from trainckpt.run_directory.validate import RankLocation, leaders
 from trainckpt.snapshot import attempt_history as attempt_records
 from trainckpt.snapshot import catalog

@@ -26,12 +26,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt import launch
-from trainckpt.attempt.error_json import gather_or_raise
 from trainckpt.attempt.launch import COMMAND_VARIABLE
 from trainckpt.attempt.log import logger
 from trainckpt.errors import ConfigurationError, NothingToResume, TierUnavailable, TrainckptError
 from trainckpt.preemption import slurm
-from trainckpt.ranks.store import RANKS_TIMEOUT_S
+from trainckpt.ranks.store import RANKS_TIMEOUT_S, gather_or_raise
 from trainckpt.snapshot import attempt_history as attempt_records
 from trainckpt.storage import fs_probe
 from trainckpt.storage.local import LocalTier

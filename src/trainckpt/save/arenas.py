@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainckpt.attempt.log import logger
-from trainckpt.attempt.memory_budget import available_bytes, budget_bytes, copy_threads
 from trainckpt.format.names import SnapshotName, shard_file_name
 from trainckpt.state.device_copy import DeviceCopier
 from trainckpt.state.staging import Shard
-from trainckpt.storage import host_memory
+from trainckpt.storage import host_resources
 from trainckpt.storage.arena import Own, has_memfd
 from trainckpt.storage.file_io import copy_bytes, private_memory
+from trainckpt.storage.host_resources import available_bytes, budget_bytes, copy_threads
 from trainckpt.storage.shared_memory import SharedMemoryDir
 
 if TYPE_CHECKING:
@@ -414,7 +414,7 @@ class Arenas:
         """Return this rank's share of memory left by host and cgroups; None if unknown."""
         if (left := available_bytes()) is None:
             return None
-        return max(left // len(self._ranks) - host_memory.transient_bytes(), 0)
+        return max(left // len(self._ranks) - host_resources.transient_bytes(), 0)
 
     def _close(self) -> None:
         self._close_arenas(list(self._open))

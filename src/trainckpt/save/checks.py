@@ -23,15 +23,14 @@ from weakref import WeakKeyDictionary
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from trainckpt.attempt.error_json import gather_or_raise
 from trainckpt.attempt.log import logger
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.digest import compact
 from trainckpt.format.exactness import How, Restored
-from trainckpt.ranks.store import RANKS_TIMEOUT_S
+from trainckpt.ranks.store import RANKS_TIMEOUT_S, gather_or_raise
+from trainckpt.save.estimates import weigh
 from trainckpt.state.adapters.optimizer import cannot_be_added, inner_optimizers
 from trainckpt.state.capture import must_be_storable
-from trainckpt.state.state_size import weigh
 from trainckpt.state.step_hooks import counted_optimizer, untraced
 from trainckpt.storage.fs_probe import free_bytes
 from trainckpt.storage.local import LocalTier

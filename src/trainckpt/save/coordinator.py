@@ -37,10 +37,10 @@ from trainckpt.save.checks import StaleModelCheck, TrackedNamesCheck
 from trainckpt.save.committer import ManifestDefaults, SnapshotCommitter, groups_key
 from trainckpt.save.copying import StateCopier
 from trainckpt.save.deduplication import IncrementalIndex, ReplicaCheck, SavePlanCache, verdict
+from trainckpt.save.estimates import shard_bytes, weigh
 from trainckpt.state import staging
 from trainckpt.state.capture import capture
 from trainckpt.state.overlap import only_stepped
-from trainckpt.state.state_size import shard_bytes, weigh
 
 if TYPE_CHECKING:
     import threading

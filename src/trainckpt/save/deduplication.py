@@ -33,13 +33,13 @@ from trainckpt.errors import SaveFailed, TrainckptError, UnusableSnapshot
 from trainckpt.format.digest import compact
 from trainckpt.format.manifest import TensorEntry
 from trainckpt.format.names import SNAPSHOTS, reached_file
+from trainckpt.save.estimates import weigh
 from trainckpt.snapshot import save_plan
 from trainckpt.snapshot.restore import Reader
 from trainckpt.snapshot.save_plan import equal_groups, plan_save
 from trainckpt.state import staging, tensor_digests
 from trainckpt.state.captured import VALUES, add_values
 from trainckpt.state.staging import digests_of, source_of
-from trainckpt.state.state_size import weigh
 from trainckpt.state.tensor_digests import checksums
 
 if TYPE_CHECKING:

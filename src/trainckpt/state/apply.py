@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import StateMismatch
-from trainckpt.state import attributes, plain_tensors, script_generators
+from trainckpt.state import attributes, plain_tensors, script_randomness
 from trainckpt.state.adapters import ddp, ddp_hooks, fsdp, gradients, rng
 from trainckpt.state.capture import DDP, FSDP, LOADERS
 from trainckpt.state.registry import RESERVED
@@ -160,7 +160,7 @@ def apply_rng(registry: Registry, saved: Saved) -> None:
     """
     if saved.is_own:
         attributes.restore_generators(registry.watched, saved)
-        script_generators.restore(registry, saved)
+        script_randomness.restore(registry, saved)
         rng.apply(saved, registry.devices())
 
 
@@ -169,7 +169,7 @@ def generators_not_restored(registry: Registry, saved: Saved) -> list[str]:
     if not saved.is_own:
         return []
     others = attributes.other_generators(registry.watched, saved)
-    return others + script_generators.lost(registry, saved)
+    return others + script_randomness.lost(registry, saved)
 
 
 def rng_not_put_back(registry: Registry, saved: Saved) -> list[str]:

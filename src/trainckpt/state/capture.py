@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from trainckpt.errors import ConfigurationError
 from trainckpt.preemption.signals import raised_by_handler
-from trainckpt.state import attributes, device_copy, script_generators
+from trainckpt.state import attributes, device_copy, script_randomness
 from trainckpt.state.adapters import ddp, ddp_hooks, fsdp, gradients, rng, tracked_file
 from trainckpt.state.captured import Captured
 
@@ -95,7 +95,7 @@ def capture(registry: Registry) -> Captured:
             out.values[FSDP][model.name] = outside
     tracked_file.capture(out, registry.files)
     attributes.capture_generators(registry.watched, out)
-    script_generators.capture(registry, out)
+    script_randomness.capture(registry, out)
     registry.epoch_head.capture(out)
     registry.open_loaders.capture(out)
     registry.script_variables.capture(out)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainckpt.format.layout import Box, Layout
-    from trainckpt.state.known_tensors import TensorBlock
+    from trainckpt.state.capture_cache import TensorBlock
     from trainckpt.state.parallel_copy import CopyBatch
     from trainckpt.state.zero_copy import AdoptedTensors
 

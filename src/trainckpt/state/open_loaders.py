@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from trainckpt.data.untracked import note_iterator, open_iterators
-from trainckpt.state import script_generators
+from trainckpt.state import script_randomness
 
 if TYPE_CHECKING:
     from trainckpt.state.captured import Captured, Saved
@@ -33,7 +33,7 @@ class OpenLoaders:
         Those made before the Checkpointer are looked for in the script's variables. A look at all
         objects would touch every page of memory that a forked process shares.
         """
-        for _, names in script_generators.scopes():
+        for _, names in script_randomness.scopes():
             for value in list(names.values()):
                 note_iterator(value)
                 parts = value.values() if type(value) is dict else value

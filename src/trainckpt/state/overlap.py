@@ -24,8 +24,8 @@ import torch
 import xxhash
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from trainckpt.state.capture_cache import LEAST_BYTES
 from trainckpt.state.device_copy import DeviceCopier
-from trainckpt.state.known_tensors import LEAST_BYTES
 from trainckpt.state.step_hooks import calls_hooks, untraced
 from trainckpt.storage.file_io import at_address
 

@@ -17,10 +17,9 @@ from trainckpt.format.exactness import How, Restored
 from trainckpt.format.globs import select
 from trainckpt.state import (
     attributes,
-    epoch_head,
     open_loaders,
     plain_tensors,
-    script_generators,
+    script_randomness,
     script_variables,
 )
 from trainckpt.state.adapters import ddp, ddp_hooks, fsdp, gradients, rng, tracked_file
@@ -55,8 +54,8 @@ V = TypeVar("V")
 RESERVED = frozenset(
     (
         *(DDP, FSDP, LOADERS, VALUES, gradients.PART, rng.PART, tracked_file.PART),
-        *(attributes.PART, attributes.GENERATORS, script_generators.PART),
-        *(epoch_head.PART, plain_tensors.PART, open_loaders.PART),
+        *(attributes.PART, attributes.GENERATORS, script_randomness.GENERATORS_PART),
+        *(script_randomness.EPOCH_HEAD_PART, plain_tensors.PART, open_loaders.PART),
         script_variables.PART,
     )
 )
@@ -83,7 +82,7 @@ class Registry:
         self.generics: list[GenericState] = []
         self.loaders: list[LoaderState] = []
         self.files: list[TrackedFile] = []
-        self.epoch_head = epoch_head.EpochHead(self)
+        self.epoch_head = script_randomness.EpochHead(self)
         self.open_loaders = open_loaders.OpenLoaders()
         self.script_variables = script_variables.ScriptVariables(self)
         self.bucket_orders: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainckpt.state import script_generators
+from trainckpt.state import script_randomness
 from trainckpt.state.live_names import live_names
 from trainckpt.state.sketches import Sketch, Sketcher
 
@@ -54,7 +54,7 @@ class ScriptVariables:
     def begin(self) -> None:
         """Note the variables of a plain loop, at its first boundary."""
         sketcher = Sketcher(self._registry)
-        for scope, frame in script_generators.frames():
+        for scope, frame in script_randomness.frames():
             for name in sorted(live_names(frame)):
                 if name in frame.f_locals and len(self._begun) < _MOST:
                     sketches = sketcher.of(frame.f_locals[name])
@@ -115,7 +115,7 @@ def hint(numbers: Collection[str]) -> str:
 
 def _values(variables: Collection[str]) -> Iterator[tuple[str, Any]]:
     """Yield the name and value of each of these variables that there is."""
-    scopes = dict(script_generators.scopes())
+    scopes = dict(script_randomness.scopes())
     for variable in variables:
         scope, _, name = variable.rpartition(".")
         if name in (names := scopes.get(scope, {})):

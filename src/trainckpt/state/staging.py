@@ -32,8 +32,8 @@ from trainckpt.storage.file_io import at_address, private_memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
+    from trainckpt.state.capture_cache import TensorBlock
     from trainckpt.state.captured import Captured, Placed
-    from trainckpt.state.known_tensors import TensorBlock
 
 _NAMES = {
     torch.float64: "F64",

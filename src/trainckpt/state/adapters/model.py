@@ -17,9 +17,8 @@ from torch import nn
 
 from trainckpt.state import dtensor, tensor_subclasses
 from trainckpt.state.adapters import ddp, fsdp
+from trainckpt.state.capture_cache import KnownTensors, ModuleWalk
 from trainckpt.state.captured import in_memory_order, inner_tensors, memory_order
-from trainckpt.state.known_tensors import KnownTensors
-from trainckpt.state.module_walk import ModuleWalk
 from trainckpt.state.parallel_copy import CopyBatch
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ import torch
 from trainckpt.format import json_io
 from trainckpt.format.exactness import How, Restored
 from trainckpt.state import dtensor
-from trainckpt.state.known_tensors import KnownTensors
+from trainckpt.state.capture_cache import KnownTensors
 from trainckpt.state.parallel_copy import CopyBatch
 from trainckpt.state.values import UnknownValue
 

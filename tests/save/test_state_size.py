@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from trainckpt.save.estimates import weigh
 from trainckpt.state.registry import Registry
-from trainckpt.state.state_size import weigh
 
 
 def test_state_gradients_and_moments_are_counted():

@@ -10,9 +10,8 @@ from torch.nn.utils import parametrize
 from trainckpt.save.deduplication import SavePlanCache
 from trainckpt.state import staging
 from trainckpt.state.capture import capture
+from trainckpt.state.capture_cache import ModuleWalk, TensorBlock
 from trainckpt.state.captured import Captured
-from trainckpt.state.known_tensors import TensorBlock
-from trainckpt.state.module_walk import ModuleWalk
 from trainckpt.state.registry import Registry
 
 
