@@ -239,6 +239,7 @@ class Checkpointer:
         if self._attempt is None or self._attempt.shutdown.left:
             return
         self._end_training()
+        self._registry.is_over = True
         if self._boundary(closing=True):
             cursor = self._position.cursor
             self._requests.take_deferred(self._attempt.saver, cursor, waits=True)

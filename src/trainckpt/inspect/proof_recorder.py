@@ -22,7 +22,7 @@ from trainckpt.format.json_io import canonical
 from trainckpt.inspect.proof_files import PROOF_FOLDER, record_writes
 from trainckpt.run_directory.run_url import PROVE_VARIABLE
 from trainckpt.state import script_variables, staging, values
-from trainckpt.state.adapters.model import FROZEN
+from trainckpt.state.adapters.model import FROZEN, MODES
 from trainckpt.state.adapters.tracked_file import PART as FILES
 from trainckpt.state.capture import capture
 from trainckpt.state.captured import Captured
@@ -116,7 +116,7 @@ def state_digests(registry: Registry) -> dict[str, str]:
             continue  # files are common to all runs of a proof; variables are often only printed
         rest = tree
         if part in models:  # attributes set in each micro-batch may differ
-            rest = {key: value for key, value in tree.items() if key != FROZEN}
+            rest = {key: value for key, value in tree.items() if key not in (FROZEN, MODES)}
         if part in optimizers:
             rest = {key: value for key, value in tree.items() if key != "state"}
             for parameter, pairs in tree["state"].items():

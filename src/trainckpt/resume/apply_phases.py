@@ -3,10 +3,11 @@
 on resuming         everything but the random generators, visible to the script at once
 a loader registered its position, on registration
   later
-first boundary      the random generators. For a snapshot taken at the entry of an evaluation,
-                    everything once more at that entry: the script's actions on the way there
-                    (a scheduler's step, say) are in the snapshot already. Attributes that are not
-                    restored are compared: the script sets some at the head of an epoch
+first boundary      the random generators, and the training mode of each module: modes set after
+                    this boundary count, in each batch, say. For a snapshot taken at the entry of an
+                    evaluation, everything once more at that entry: the script's actions on the way
+                    there (a scheduler's step, say) are in the snapshot already. Attributes that are
+                    not restored are compared: the script sets some at the head of an epoch
 before the first    the random generators once more, last of all: the construction of the
   batch             loader's iterator draws from them
 boundary after it   differences caused by the script are reported, not undone: parameters whose
@@ -141,6 +142,8 @@ class PhasedRestore:
         if not evaluation and self._skipping is None:  # else the script only repeats its work
             self._say_undone()
         self._position.restore(self._at, window=self._window, arrived=True)
+        if bool(evaluation) == bool(wanted) and not self._registry.is_over:
+            apply.apply_modes(self._registry, saved)
         apply.apply_rng(self._registry, saved)
         self._otherwise = {
             name: was

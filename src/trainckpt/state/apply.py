@@ -125,6 +125,15 @@ def apply(registry: Registry, saved: Saved, *, again: bool = False, loaders: boo
             step(registry, saved)
 
 
+def apply_modes(registry: Registry, saved: Saved) -> None:
+    """Set the training mode of each module, at the very boundary of the snapshot.
+
+    The script may set modes between two boundaries at any time, so they are exact only there.
+    """
+    for model in registry.models:
+        model.apply_modes(saved)
+
+
 def hidden_in_ddp(saved: Saved) -> list[str]:
     """Return the models with saved DDP state relevant to the result; they need DDP again."""
     found = saved.values[DDP].items() if saved.exact else ()

@@ -76,6 +76,7 @@ def capture(registry: Registry) -> Captured:
                 "hooks": hooks,
                 "not_kept": ddp_hooks.problems(model.reducing, model.name, registry.tracks),
             }
+    _capture_modes(registry, out)
     for optimizer in registry.optimizers:
         optimizer.capture(out, names)
     for generic in registry.generics:
@@ -103,3 +104,8 @@ def capture(registry: Registry) -> Captured:
     # Any thread may read the copies made above. Also devices without parameters.
     device_copy.finish(out.tensors.values())
     return out
+
+
+def _capture_modes(registry: Registry, out: Captured) -> None:
+    for model in () if registry.is_over else registry.models:
+        model.capture_modes(out)

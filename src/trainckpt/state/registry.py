@@ -72,11 +72,13 @@ class Registry:
         script_variables: Variables that the script carries from batch to batch.
         bucket_orders: DDP wrapper -> its rebuilt bucket order, once known.
         as_saved: DDP wrappers that add gradients as the resume's snapshot says.
+        is_over: Training has ended; the script may have set the models to evaluation.
         has_peers: Several ranks train the same samples, and must draw the same for them.
     """
 
     def __init__(self, *, has_peers: bool = False) -> None:
         self.has_peers = has_peers
+        self.is_over = False
         self.models: list[ModelState] = []
         self.optimizers: list[OptimizerState] = []
         self.generics: list[GenericState] = []

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _KEPT = "_trainckpt_keeps_its_state"
 FROZEN = "frozen"  # parameters without `requires_grad`: compared, never restored
+MODES = "modes"  # training or evaluation, of the model and of the modules that are otherwise
 
 
 class Owner(NamedTuple):
@@ -267,6 +268,25 @@ class ModelState:
             for name, parameter in self.parameters()
             if parameter.requires_grad == (name in frozen) and name not in saved.left
         }
+
+    def capture_modes(self, out: Captured) -> None:
+        """Add `training` of the model, and the modules where it is otherwise."""
+        mode = self.module.training
+        modules = self._modules(remove_duplicate=True)
+        otherwise = [path for path, module in modules if module.training != mode]
+        paths = [fsdp.plain_path(path) for path in otherwise]
+        out.values[self.name][MODES] = {"training": mode, "otherwise": paths}
+
+    def apply_modes(self, saved: Saved) -> None:
+        """Set `training` of each module as saved; older releases did not save it."""
+        modes = saved.values[self.name].get(MODES)
+        if modes is None:
+            return
+        otherwise = set(modes["otherwise"])
+        for path, module in self._modules(remove_duplicate=True):
+            training = modes["training"] != (fsdp.plain_path(path) in otherwise)
+            if module.training != training:
+                module.training = training
 
     @torch.no_grad()
     def apply_parameters(self, saved: Saved) -> None:
