@@ -128,6 +128,56 @@ def test_what_does_not_is_named_as_it_trains_and_in_the_state(make, path, worker
     loader.shutdown()
 
 
+class Trainer:
+    """Leads to all of the training, as Lightning's does."""
+
+    __module__ = "lightning.pytorch.trainer.trainer"
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.loader = None
+
+
+class DataModule(torch.nn.Module):
+    """Its method is the collate_fn, and training changes all else of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trainer, self.layer = Trainer(), torch.nn.BatchNorm1d(2)
+        self.own = torch.Generator()
+        self.calls = 0
+
+    def collate(self, samples):
+        torch.rand((), generator=self.own)
+        return torch.stack(samples)
+
+
+class CountingModule(DataModule):
+    def collate(self, samples):
+        self.calls += 1
+        return super().collate(samples)
+
+
+def trained(kind):
+    """The state of a loader after four micro-batches of a model with its collate_fn."""
+    module = kind()
+    loader = DataLoader(d.Plain(), batch_size=2, collate_fn=module.collate)
+    tracked = module.trainer.loader = TrackedLoader(loader, name="train")
+    for _, _ in zip(range(4), tracked, strict=False):
+        module.trainer.step += 1
+        module.layer(torch.randn(3, 2))
+        torch.nn.init.normal_(module.layer.weight)
+    return tracked.state()
+
+
+def test_a_collate_fn_of_a_data_module_is_not_followed_into_its_trainer_and_weights():
+    state = trained(DataModule)
+    assert state["changing"] == []
+    assert list(state["data now"]) == ["collate_fn.own"]
+    with pytest.warns(UserWarning, match="train: collate_fn.calls changes from batch to batch"):
+        assert trained(CountingModule)["changing"] == ["collate_fn.calls"]
+
+
 def test_it_is_named_once_over_all_passes():
     loader = TrackedLoader(DataLoader(Counts(), batch_size=4), name="train")
     with pytest.warns(UserWarning, match="dataset.number") as said:

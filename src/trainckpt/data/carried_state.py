@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _POLLS = 4  # number of first batches after which attributes are compared
 _PLAIN = (int, float, str, bytes)
 _SEQUENCES = (list, tuple, deque)
+_OF_MODULES = ("._parameters", "._buffers")  # of a model that training changes
 _WHOLE = 4096  # items of a sequence that are all compared
 _ENDS = 8  # compared items at each end of a sequence, besides its length
 
@@ -145,7 +146,8 @@ def plain_values(roots: Mapping[str, Any]) -> Iterator[tuple[str, tuple[type, An
         if _is_compared(holder) and not path.endswith("]"):  # in a closure, say
             yield path, (type(holder), _digest(holder))
         for child_path, key, value in children(path, holder):
-            if _is_compared(value) and not _is_of_datapipe(holder, key):
+            is_state = path.endswith(_OF_MODULES) or _is_of_datapipe(holder, key)
+            if _is_compared(value) and not is_state:
                 yield child_path, (type(value), _digest(value))
 
 

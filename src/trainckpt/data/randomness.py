@@ -29,6 +29,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from trainckpt.errors import ConfigurationError
 
@@ -163,6 +164,7 @@ DEPTH = 5  # Subset -> dataset -> transform -> list -> element
 OBJECTS = 512  # limit of objects inspected; the nearest come first
 ITEMS = 64  # a longer list is data, unless it begins with an object, such as a list of datasets
 _PLAIN = (str, int, float, type(None), bytes, bytearray, complex, type, types.ModuleType)
+_TRAINERS = {(package, "Trainer") for package in ("lightning", "pytorch_lightning", "transformers")}
 _DATA = (*_PLAIN, torch.Tensor, list, tuple, dict, set, frozenset)
 
 
@@ -306,8 +308,26 @@ def walk(
             queue.extend(
                 (path + step, part, depth + 1)
                 for step, part in _children(value)
-                if not _is_instance(part, _PLAIN)
+                if not _is_left_out(part)
             )
+
+
+def _is_left_out(value: Any) -> bool:
+    kind: Any = type(value)
+    return issubclass(kind, _PLAIN) or _is_of_training(kind)
+
+
+@functools.cache
+def _is_of_training(kind: type) -> bool:
+    """Return True for a class whose objects lead to the whole training, and hold no sample.
+
+    A data module of Lightning has its Trainer in an attribute, and so reaches every loader.
+    """
+    if issubclass(kind, _BaseDataLoaderIter):
+        return True
+    own = __name__.partition(".")[0]
+    roots = [(base.__module__.partition(".")[0], base.__name__) for base in kind.__mro__]
+    return any(root == own or (root, name) in _TRAINERS for root, name in roots)
 
 
 def _is_instance(value: Any, kinds: tuple[type, ...]) -> bool:
