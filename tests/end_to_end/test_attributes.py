@@ -187,6 +187,19 @@ def test_options_of_torchs_modules_that_a_schedule_sets_are_watched():
     assert len(watched.not_restored({"model.drop.p": 0.2, "model.own.p": 0.1})) == 1
 
 
+def test_a_number_that_a_trainer_puts_on_one_of_torchs_modules_is_watched():
+    model = nn.ModuleDict(
+        {"tokens": nn.Embedding(4, 4), "rnn": nn.GRU(4, 4), "own": nn.Embedding(4, 4)}
+    )
+    model["tokens"].neftune_noise_alpha = 4.0
+    model["rnn"]._is_initialized = True
+    watched = Watched([("model", model)], [])
+    model["tokens"].neftune_noise_alpha *= 0.5
+    model["rnn"]._is_initialized = False
+    model["own"].padding_idx = 1
+    assert watched.changed() == {"model.tokens.neftune_noise_alpha": 2.0}
+
+
 def test_they_resume_exactly_where_they_are_tracked(tmp_path, caplog):
     caplog.set_level(logging.INFO, "trainckpt")
 

@@ -8,7 +8,8 @@ since whether the script sets them itself cannot be known.
 Watched are bool, int, float and containers of them and of texts, of modules and optimizers of the
 script's own classes; the same and tensors of a trainer's callbacks that say no state; and every
 attribute of a tracked object whose state_dict is empty. What a framework's own code assigns is its
-business, except options of torch's modules that scripts change by a schedule, as `dropout.p`.
+business, except options of torch's modules that scripts change by a schedule, as `dropout.p`, and
+numbers that another put on them before training, as a trainer's `neftune_noise_alpha`.
 
 Random generators that such modules and callbacks hold are kept as the global ones are: stored in
 every snapshot, and put back last of all. So are those that hooks of models use, in a closure too.
@@ -260,7 +261,8 @@ class Watched:
         self._torch_modules = [
             self._owner(name, part, numbers_only=True)
             for name, part in parts
-            if not _is_own(part) and any(option in vars(part) for option in _OPTIONS)
+            if not _is_own(part)
+            and (any(option in vars(part) for option in _OPTIONS) or _has_added(part))
         ]
         # Modules and parameters with hooks by now; others of a model cost nothing later.
         self._hooked = [(name, part) for name, part in parts if _hooks(part)]
@@ -379,6 +381,21 @@ def _hooks(part: nn.Module | torch.Tensor) -> list[Any]:
 def _is_watched(part: nn.Module) -> bool:
     """Return True for a module of the script's own that keeps no state by other means."""
     return _is_own(part) and type(part).get_extra_state is nn.Module.get_extra_state
+
+
+def _has_added(part: nn.Module) -> bool:
+    """Return True if one of torch's modules has a number that its class does not assign."""
+    kind: Any = type(part)
+    if kind.__module__.partition(".")[0] != "torch":
+        return False
+    added = vars(part).keys() - _assigned_of(kind)
+    return any(type(vars(part)[key]) in _NUMBERS and not key.startswith("_") for key in added)
+
+
+@cache
+def _assigned_of(kind: type) -> frozenset[str]:
+    """Return the names that the methods of one of torch's classes and of its bases assign."""
+    return _OF_EVERY_MODULE.union(*map(_assigned, kind.__mro__[:-1]))
 
 
 def _is_own(value: object) -> bool:
