@@ -52,7 +52,7 @@ from trainckpt.save.checks import UntrackedOptimizers, check_storable
 from trainckpt.save.estimates import SaveEstimator, Timings
 from trainckpt.save.requests import SaveRequests
 from trainckpt.start_attempt import Attempt, RankContext, start_attempt
-from trainckpt.state import script_variables
+from trainckpt.state import script_randomness, script_variables
 from trainckpt.state.registry import Registry
 from trainckpt.state.script_randomness import EarlyDraws
 from trainckpt.stop.notice_listener import NoticeListener
@@ -110,7 +110,6 @@ class Checkpointer:
         self._awaits_first_boundary = True
         self._storable_check_due = True  # also after the first step: it makes the optimizer's state
         self._training_thread = 0  # its id, from `resume` on
-        self._has_plain_loop = False  # the script's own, by `batches` or `boundary`
         self._problems = list[Restored]()
         self._attempt: Attempt | None = None
         self._loaders: list[tuple[Any, TrackedLoader]] = []
@@ -274,7 +273,6 @@ class Checkpointer:
                 "there is no loader to take batches from",
                 hint="pass loader=, or call ckpt.boundary() before fetching each micro-batch",
             )
-        self._has_plain_loop = True
         return iter(self._loaders[0][1])
 
     def loader(self, loader: Iterable[Any]) -> TrackedLoader:
@@ -333,7 +331,6 @@ class Checkpointer:
             True to continue; False after a stop with `on_stop="return"`.
         """
         self._must_have_resumed()
-        self._has_plain_loop = True
         if not self._early_draws.is_over:
             self._early_draws.before_batch(is_leader=True)
         goes_on = self._boundary()
@@ -489,9 +486,9 @@ class Checkpointer:
     def _first_boundary(self, attempt: Attempt, *, fetches_batch: bool) -> None:
         """Note that training begins. `fetches_batch`: a batch follows."""
         self._registry.watched.training_begins()
-        if self._has_plain_loop:
+        if script_randomness.is_plain_loop():
             self._registry.open_loaders.begin()
-            self._registry.script_variables.begin()
+        self._registry.script_variables.begin()
         self._loop_checks.on_first_boundary(asks=fetches_batch and not self._hooks.on_resume)
         self._files.warn_uncut(attempt.beginning.record.attempt)
         attempt.record_writer.change_soon(state=RUNNING)

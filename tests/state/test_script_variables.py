@@ -12,7 +12,7 @@ from trainckpt.state.registry import Registry
 from trainckpt.state.script_variables import PART, ScriptVariables
 
 HEAD = """
-import enum, time
+import enum, functools, itertools, time
 from collections import deque, namedtuple
 import numpy, torch, trainckpt
 from torch import nn
@@ -23,6 +23,15 @@ Phase = enum.Enum("Phase", "warm cold")
 class Keeper:
     def __init__(self, **values):
         vars(self).update(values)
+
+class Slotted:
+    __slots__ = ("h",)
+
+class Learner:
+    def __init__(self):
+        self.h = torch.zeros(2)
+    def step(self):
+        self.h = self.h + 1
 
 class Loader:
     __module__ = "trainckpt.data.loader"
@@ -78,6 +87,7 @@ class Script:
                     return
                 yield number
 
+        boundaries.__module__ = "trainckpt"  # as `Checkpointer.batches`
         given = {"batches": boundaries, "track": registry.add, "attempt": self._attempts}
         runpy.run_path(str(self._path), given, run_name="__main__")
         return self.differing
@@ -126,6 +136,26 @@ TENSORS = {
         "print(next(h))",
         "h",
     ),
+    "in slots": ("k = Slotted()\nk.h = torch.zeros(2)", "k.h = k.h + 1", "k.h"),
+    "in the object of a method": ("h = Learner().step", "h()", "h.h"),
+    "in a partial": (
+        "def add(h, n):\n    h += n\nh = functools.partial(add, torch.zeros(2), n=1)",
+        "h()",
+        "h.args[0]",
+    ),
+    "on a function": ("def f():\n    f.h = f.h + 1\nf.h = torch.zeros(2)", "f()", "f.h"),
+    "in a default": ("def f(h={}):\n    h[len(h)] = torch.ones(2)", "f()", "f.h"),
+    "in a closure": (
+        (
+            "def make():\n    h = torch.zeros(2)\n    def f():\n        h.add_(1)\n    return f\n"
+            "f = make()"
+        ),
+        "f()",
+        "f.h",
+    ),
+    "a cycle of tasks": ("h = itertools.cycle('abcde')", "print(next(h))", "h"),
+    "an iterator over a list": ("h = iter([3] * 99)", "print(next(h))", "h"),
+    "a count": ("h = itertools.count()", "print(next(h))", "h"),
     "of another attempt": ("torch.manual_seed(attempt)\nh = torch.rand(4)", "print(h)", "h"),
 }
 
@@ -152,6 +182,11 @@ NUMBERS = {
     "in an object": ("stop = Keeper(best=1, wait=0)", "stop.best = 2", "stop.best"),
     "a new one in an object": ("stop = Keeper()", "stop.best = 2", "stop.best"),
     "in objects of a list": ("hooks = [Keeper(n=0)]", "hooks[0].n += 1", "hooks"),
+    "the option of a loss": (
+        "h = nn.CrossEntropyLoss(label_smoothing=0.5)",
+        "h.label_smoothing *= 0.5",
+        "h",
+    ),
     "several": ("a = b = 0", "a += 1\nb = b + a", "a b"),
 }
 
@@ -210,6 +245,8 @@ ALIKE = {
         ),
         "next(h)",
     ),
+    "a cycle after whole rounds": ("h = itertools.cycle('abc')", "print(next(h))"),
+    "a function without state": ("def f(n=1):\n    return n", "print(f())"),
     "a bar of another package": (
         "bar = type('Bar', (), {'__module__': 'bars'})()\nbar.n = 0",
         "bar.n += 1",

@@ -380,10 +380,16 @@ def _function_children(function: types.FunctionType) -> list[tuple[str, Any]]:
     defaults = (function.__defaults__, function.__kwdefaults__)
     children: list[tuple[str, Any]] = [(".defaults", values) for values in defaults]
     children += _global_parts(_globals_named((function,)))
+    return children + [(f".{name}", part) for name, part in closure_of(function).items()]
+
+
+def closure_of(function: types.FunctionType) -> dict[str, Any]:
+    """Return the variables of enclosing functions that a function uses."""
+    found: dict[str, Any] = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # not assigned yet
-            children.append((f".{name}", cell.cell_contents))
-    return children
+            found[name] = cell.cell_contents
+    return found
 
 
 @functools.cache
@@ -421,15 +427,21 @@ def _global_parts(named: tuple[tuple[str, dict[str, Any]], ...]) -> list[tuple[s
     ]
 
 
-def _attributes(value: Any) -> list[tuple[str, Any]]:
-    named = dict(names_of(value) or {})
+def slots_of(value: Any) -> dict[str, Any]:
+    """Return an object's attributes in `__slots__`; runs no code of its class."""
+    found: dict[str, Any] = {}
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             member = kind.__dict__.get(name)
             if isinstance(member, types.MemberDescriptorType):
                 with suppress(AttributeError):
-                    named[name] = member.__get__(value)
+                    found[name] = member.__get__(value)
+    return found
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    named = {**(names_of(value) or {}), **slots_of(value)}
     parts = [(f".{name}", part) for name, part in named.items()]
     return parts + _global_parts(_globals_of_class(type(value)))  # type: ignore[arg-type]
 

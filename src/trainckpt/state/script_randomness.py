@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 GENERATORS_PART = "script generators"  # no keyword can be spelled so
 SCRIPT = "script"  # the name of its own variables
+_TRAINERS = frozenset(("lightning", "pytorch_lightning", "transformers"))  # with loops of their own
 
 
 def capture(registry: Registry, out: Captured) -> None:
@@ -87,6 +88,16 @@ def frames() -> list[tuple[str, FrameType]]:
         name = SCRIPT if function == "<module>" else f"{SCRIPT}.{function}{again}"
         found.append((name, each))
     return found
+
+
+def is_plain_loop() -> bool:
+    """Return True unless the loop is a trainer's."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] in _TRAINERS:
+            return False
+        frame = frame.f_back
+    return True
 
 
 def variables(registry: Registry) -> dict[str, Any]:

@@ -9,8 +9,6 @@ snapshot, those with another sketch are named.
 Tensors, modules, optimizers and schedulers make a resume inexact. Numbers and texts are worth a
 hint alone, since many are only printed. A generator of the script, such as its own stream of data,
 makes it inexact if it stands again where it stood at the first boundary.
-
-Only plain loops are looked at: those of frameworks keep their variables elsewhere.
 """
 
 from __future__ import annotations
@@ -52,7 +50,7 @@ class ScriptVariables:
         self._always: set[str] = set()  # in the snapshot that the attempt began from
 
     def begin(self) -> None:
-        """Note the variables of a plain loop, at its first boundary."""
+        """Note the variables at the first boundary."""
         sketcher = Sketcher(self._registry)
         for scope, frame in script_randomness.frames():
             for name in sorted(live_names(frame)):

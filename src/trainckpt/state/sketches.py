@@ -7,7 +7,10 @@ containers          length, and items at both ends, a few levels deep
 modules, optimizers some elements of some tensors, except those that are tracked
 schedulers, scalers their numbers
 generators          of the script's own functions: where they stand, and their variables
+iterators           over lists and the like, cycles and counts: where they stand
 objects             of the script's own classes, and namespaces: one sketch for each attribute
+functions           of the script: their attributes, defaults and closures, and the arguments
+                    of a partial; a bound method stands for its object
 
 Values of other kinds count by their type, inside a container, or have no sketch.
 """
@@ -15,10 +18,14 @@ Values of other kinds count by their type, inside a container, or have no sketch
 from __future__ import annotations
 
 import collections.abc
+import functools
 import gc
+import itertools
+import operator
 import os
 import time
 import types
+import warnings
 from collections import deque
 from enum import Enum
 from functools import cache, cached_property
@@ -30,7 +37,7 @@ from torch import nn
 
 from trainckpt.data import randomness, sampler
 from trainckpt.format import digest
-from trainckpt.state import dtensor, plain_tensors
+from trainckpt.state import dtensor, plain_tensors, script_randomness
 from trainckpt.state.staging import bytes_of
 
 if TYPE_CHECKING:
@@ -50,6 +57,9 @@ _TENSORS = 64  # compared of one value
 _TEXT = 1024  # characters compared at each end of a text
 _ELEMENTS = 64  # of each tensor of a module
 _NAMESPACES = ("Namespace", "SimpleNamespace")  # of argparse and of types
+_ITERABLES: tuple[Iterable[Any], ...] = ([], (), range(0), {}, "", set())
+_ITERATORS = {type(iter(items)) for items in _ITERABLES}
+_ITERATORS |= {type(reversed([])), itertools.count, itertools.cycle}
 _STANDS_ON = (collections.abc.Iterator, types.FrameType, tuple)  # zip has a tuple of iterators
 _LOOPS = 6  # a generator over zip over enumerate over a loader
 _CLOCK_S = (1e9, 1e10)  # seconds since 1970
@@ -79,6 +89,7 @@ class Sketcher:
 
         None for a value that is tracked, or of a kind that has no sketch.
         """
+        value = _owner(value)
         if self.is_tracked(value):
             return None
         names = attributes_of(value)
@@ -122,13 +133,38 @@ class Sketcher:
         return found
 
 
+def _owner(value: Any) -> Any:
+    """Return the object of a bound method; any other value itself."""
+    return value.__self__ if type(value) is types.MethodType else value
+
+
 def attributes_of(value: Any) -> dict[str, Any] | None:
-    """Return the attributes of an object of the script's own class; None for any other value."""
+    """Return the attributes of a function, or an object of the script's own class; else None."""
     kind = type(value)
+    if kind is functools.partial:
+        arguments = {f"args[{i}]": argument for i, argument in enumerate(value.args)}
+        return {**(attributes_of(_owner(value.func)) or {}), **arguments, **value.keywords}
+    if kind is types.FunctionType:
+        return _of_function(value) if randomness.is_own_module(value.__module__ or "") else None
     is_own = randomness.is_own_module(kind.__module__) or kind.__name__ in _NAMESPACES
     if not is_own or issubclass(kind, _WHOLE) or _extends_trainckpt(kind):
         return None
-    return randomness.names_of(value)
+    names, slots = randomness.names_of(value), randomness.slots_of(value)
+    return None if names is None and not slots else {**(names or {}), **slots}
+
+
+def _of_function(function: types.FunctionType) -> dict[str, Any] | None:
+    """Return what a function holds from one call to the next; None if it holds nothing.
+
+    The variables of an enclosing function that still runs are looked at by themselves.
+    """
+    code, defaults = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    held = {**dict(zip(names, defaults, strict=True)), **(function.__kwdefaults__ or {})}
+    enclosing = function.__qualname__.rpartition(".<locals>.")[0].rpartition(".")[2]
+    if all(frame.f_code.co_name != enclosing for _, frame in script_randomness.frames()):
+        held |= randomness.closure_of(function)
+    return {**held, **vars(function)} or None
 
 
 def _extends_trainckpt(kind: type) -> bool:
@@ -169,6 +205,10 @@ class _Drawing:
             return self._container(value, depth)
         if kind is types.GeneratorType and depth == 0:
             return self._generator(value)
+        if kind in _ITERATORS and depth == 0:
+            return self._iterator(value)
+        value = _owner(value)
+        kind = type(value)
         draw, names = self._drawn_by(kind), attributes_of(value)
         if (draw is None and names is None) or self._sketcher.is_tracked(value):
             return None
@@ -194,6 +234,21 @@ class _Drawing:
             return None
         self._is_position = True
         return frame.f_lasti, self._container(dict(frame.f_locals), 1)
+
+    def _iterator(self, value: Any) -> Any:
+        """Return how many items an iterator has left; of a cycle, until it begins again."""
+        self._is_position = True
+        if type(value) is itertools.count:
+            return repr(value)
+        if type(value) is not itertools.cycle:
+            return operator.length_hint(value)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a method that ends with Python 3.14
+            parts: Any = value.__reduce__()
+        (items,), (used, _) = parts[1:]
+        if type(items) not in _ITERATORS:
+            return None
+        return operator.length_hint(items) or len(used)
 
     def _number(self, value: Any) -> Any:
         if type(value).__name__ == "ndarray":
@@ -229,8 +284,10 @@ class _Drawing:
         return type(item).__name__ if tree is None else tree
 
     def _module(self, module: nn.Module) -> Any:
-        known = self._sketcher.tensors
-        own = [tensor for tensor in _tensors_of(module) if id(tensor) not in known]
+        known, tensors = self._sketcher.tensors, list(_tensors_of(module))
+        if not tensors:  # such as a loss: its options
+            return self._container(_options(module), 1)
+        own = [tensor for tensor in tensors if id(tensor) not in known]
         return self._state_of("module", own)
 
     def _optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
@@ -257,6 +314,11 @@ class _Drawing:
         self._has_state = True
         self._of_modules += tensors[:: max(1, len(tensors) // (_TENSORS // 2))]
         return kind, len(tensors)
+
+
+def _options(module: nn.Module) -> dict[str, Any]:
+    names = vars(module)
+    return {name: names[name] for name in names if name[0] != "_" and name != "training"}
 
 
 def _reads_tracked_loader(generator: object) -> bool:
