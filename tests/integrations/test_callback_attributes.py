@@ -6,6 +6,7 @@ from collections import deque
 
 import lightning
 import pytest
+import torch
 import transformers
 
 import trainckpt
@@ -111,6 +112,25 @@ def test_the_trainer_keeps_it_where_it_is_tracked(tmp_path, said):
     end = trained(tmp_path, other, kept=trainckpt.Attributes(other, "best"))
     assert end <= best < 1e9
     assert said() == []
+
+
+class Teaching(transformers.TrainerCallback):
+    """Holds a module that it trains by itself."""
+
+    def __init__(self):
+        self.teacher = torch.nn.Linear(2, 2)
+
+    def on_step_end(self, *_, **__):
+        self.teacher.weight.data += 1
+
+
+def test_a_module_that_a_callback_holds_is_named(tmp_path, caplog):
+    for strike_at in (12, None):
+        caplog.clear()
+        training = Training(tmp_path, {}, tmp_path / "run", strike_at)
+        training.trainer.add_callback(Teaching())
+        training.train()
+    assert "not as when it was saved: teacher." in caplog.text
 
 
 class Smoothing(transformers.TrainerCallback):

@@ -33,6 +33,14 @@ class Learner:
     def step(self):
         self.h = self.h + 1
 
+class Warming:
+    def __init__(self, optimizer):
+        self.optimizer, self.n = optimizer, 0
+    def zero_grad(self): self.optimizer.zero_grad()
+    def step(self):
+        self.n += 1
+        self.optimizer.step()
+
 class Loader:
     __module__ = "trainckpt.data.loader"
     def __iter__(self): return self
@@ -123,6 +131,11 @@ TENSORS = {
         ),
         "o.step()\nh.step()",
         "h",
+    ),
+    "a wrapper of an optimizer": (
+        "o = torch.optim.SGD([torch.ones(2)], 0.1)\ntrack('o', o)\nh = Warming(o)",
+        "h.step()",
+        "h.n",
     ),
     "in an object": ("k = Keeper(h=torch.zeros(2), n=1)", "k.h = k.h + 1", "k.h"),
     "in an object in it": ("k = Keeper(h=Keeper(h=torch.zeros(2)))", "k.h.h += 1", "k.h"),

@@ -308,6 +308,17 @@ class Watched:
             self._callbacks.append(owner)
             self._begun |= owner.values()
 
+    def callbacks(self) -> list[object]:
+        """Return the watched trainers and callbacks."""
+        return [owner.value for owner in self._callbacks]
+
+    def modules_of_callbacks(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the name of each trainer or callback, and the modules in its attributes."""
+        return [
+            (owner.name, {k: v for k, v in vars(owner.value).items() if isinstance(v, nn.Module)})
+            for owner in self._callbacks
+        ]
+
     def training_begins(self) -> None:
         """Note the first boundary: callbacks set again the values they set as a training begins."""
         self._first = self._values_of_callbacks()

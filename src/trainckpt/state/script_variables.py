@@ -9,6 +9,8 @@ snapshot, those with another sketch are named.
 Tensors, modules, optimizers and schedulers make a resume inexact. Numbers and texts are worth a
 hint alone, since many are only printed. A generator of the script, such as its own stream of data,
 makes it inexact if it stands again where it stood at the first boundary.
+
+Modules in attributes of a trainer or callback, such as a teacher, count as variables.
 """
 
 from __future__ import annotations
@@ -58,6 +60,10 @@ class ScriptVariables:
                     sketches = sketcher.of(frame.f_locals[name])
                     if sketches is not None:
                         self._begun[f"{scope}.{name}"] = sketches
+        for scope, modules in self._registry.watched.modules_of_callbacks():
+            for name, module in modules.items():
+                if (sketches := sketcher.of(module)) is not None:
+                    self._begun[f"{scope}.{name}"] = sketches
 
     def capture(self, out: Captured) -> None:
         """Add the sketches of those with tensors, and of those that have changed."""
@@ -67,14 +73,14 @@ class ScriptVariables:
         tensors: dict[str, dict[str, str]] = {}
         numbers: dict[str, dict[str, str]] = {}
         positions: dict[str, dict[str, str]] = {}  # where the generators stood that have advanced
-        for variable, value in _values(self._begun):
+        for variable, value in self._values(self._begun):
             begun = self._begun[variable]
             for attribute, sketch in (sketcher.of(value) or {}).items():
                 if sketch.is_position:
                     first = begun.get(attribute)
                     if first is not None and first != sketch:
                         positions.setdefault(variable, {})[attribute] = first.digest
-                elif sketch.holds_tensors:
+                elif sketch.has_state:
                     tensors.setdefault(variable, {})[attribute] = sketch.digest
                 elif variable in self._always or sketch != begun.get(attribute):
                     numbers.setdefault(variable, {})[attribute] = sketch.digest
@@ -93,11 +99,20 @@ class ScriptVariables:
         self._always |= variables - positions.keys()
         sketcher = Sketcher(self._registry)
         live = dict[str, dict[str, Sketch]]()
-        for name, value in _values(variables):
+        for name, value in self._values(variables):
             live[name] = sketcher.of(value) or {}
         found = Differing(*(_others(stored[kind], live) for kind in Differing._fields))
         again = _others(positions, live, equal=True)
         return found._replace(tensors=sorted({*found.tensors, *again}))
+
+    def _values(self, variables: Collection[str]) -> Iterator[tuple[str, Any]]:
+        """Yield the name and value of each of these variables that there is."""
+        scopes = dict(script_randomness.scopes())
+        scopes |= dict(self._registry.watched.modules_of_callbacks())
+        for variable in variables:
+            scope, _, name = variable.rpartition(".")
+            if name in (names := scopes.get(scope, {})):
+                yield variable, names[name]
 
 
 def hint(numbers: Collection[str]) -> str:
@@ -109,15 +124,6 @@ def hint(numbers: Collection[str]) -> str:
         f"{', '.join(names[:3])}{more}. If training depends on one, keep it on an object, and "
         "track it with trainckpt.Attributes"
     )
-
-
-def _values(variables: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the name and value of each of these variables that there is."""
-    scopes = dict(script_randomness.scopes())
-    for variable in variables:
-        scope, _, name = variable.rpartition(".")
-        if name in (names := scopes.get(scope, {})):
-            yield variable, names[name]
 
 
 def _others(

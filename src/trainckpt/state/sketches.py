@@ -69,12 +69,13 @@ class Sketch(NamedTuple):
     """A digest of a value.
 
     Attributes:
-        holds_tensors: Of more than one element, or a module, optimizer or scheduler.
+        has_state: Tensors of more than one element, or a module, optimizer or scheduler; or part
+            of a wrapper of a tracked optimizer.
         is_position: A generator, which goes on from where it stands.
     """
 
     digest: str
-    holds_tensors: bool
+    has_state: bool
     is_position: bool = False
 
 
@@ -97,7 +98,18 @@ class Sketcher:
             sketch = self._sketch(value)
             return None if sketch is None else {"": sketch}
         found = {key: self._sketch(part) for key, part in list(names.items())[:_TENSORS]}
-        return {key: sketch for key, sketch in found.items() if sketch is not None}
+        sketches = {key: sketch for key, sketch in found.items() if sketch is not None}
+        if self._steps_a_tracked_optimizer(value, names):
+            return {key: sketch._replace(has_state=True) for key, sketch in sketches.items()}
+        return sketches
+
+    def _steps_a_tracked_optimizer(self, value: Any, names: dict[str, Any]) -> bool:
+        """Return True for a wrapper of an optimizer: its numbers decide the training."""
+        methods = (getattr(type(value), name, None) for name in ("step", "zero_grad"))
+        return all(map(callable, methods)) and any(
+            isinstance(part, torch.optim.Optimizer) and self.is_tracked(part)
+            for part in names.values()
+        )
 
     def _sketch(self, value: Any) -> Sketch | None:
         drawing = _Drawing(self)
@@ -126,6 +138,7 @@ class Sketcher:
     @cached_property
     def _others(self) -> set[int]:
         found = {id(generic.target) for generic in self._registry.generics}
+        found.update(map(id, self._registry.watched.callbacks()))
         for state in self._registry.loaders:
             loader = state.loader.underlying
             found.update(id(one) for _, one in sampler.samplers_of(loader))
