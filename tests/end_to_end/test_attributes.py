@@ -106,6 +106,80 @@ def test_those_of_a_module_are_named_at_the_save_and_at_the_resume(tmp_path, cap
     assert "this resume is bitwise" not in caplog.text
 
 
+class Scheduled(nn.Module):
+    """It multiplies by a number that the loop sets, and may count."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.rate, self.seen = nn.Linear(3, 3), 0.0, 0
+
+    def forward(self, x):
+        return self.linear(x) * self.rate + self.seen
+
+
+def from_step(model, step):
+    for number, part in enumerate(model):
+        part.rate = 1 + 0.1 * number * step
+
+
+def from_value(model, step):
+    from_step(model, step)
+    model[0].seen += 1
+    if step == 1:
+        model[1].rate = 2.0
+
+
+def at_some_steps(model, step):
+    for part in model:
+        part.rate = 1 + 0.1 * step if step in (0, 3) else part.rate
+
+
+def train_scheduled(place, change, crash_at=None):
+    """Losses by step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Scheduled(), Scheduled())
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    data = torch.utils.data.DataLoader(torch.randn(16, 3), 2)
+    tracked = {"model": model, "optimizer": optimizer, "loader": data, "every": "1 steps"}
+    losses = {}
+    with Checkpointer(place, **tracked) as ckpt:
+        for x in ckpt.batches():
+            step = ckpt.cursor.step
+            if step == crash_at:
+                raise Crash
+            change(model, step)
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses[step] = loss.item().hex()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (from_step, ""),
+        (from_value, "model.0.seen (5, now 0) (track"),
+        (at_some_steps, "model.0.rate (1.3, now 0.0), model.1.rate (1.3, now 0.0) (track"),
+    ],
+)
+def test_only_those_that_a_batch_reads_before_it_sets_them_are_named(
+    tmp_path, caplog, change, named
+):
+    straight = train_scheduled(tmp_path / "straight", change)
+    with pytest.raises(Crash):
+        train_scheduled(tmp_path / "run", change, crash_at=5)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "trainckpt"):
+        rest = train_scheduled(tmp_path / "run", change)
+    said = [line for line in caplog.messages if line.startswith("not exact")]
+    is_equal = rest == {step: straight[step] for step in rest}
+    assert (is_equal, len(said)) == (not named, bool(named))
+    assert named in caplog.text
+    assert ("this resume is bitwise" in caplog.messages) == is_equal
+    assert not {"rate", "seen"} & vars(Scheduled).keys()
+
+
 class Packing(nn.Module):
     """It keeps plain values in containers; what it empties or makes again is as it was."""
 

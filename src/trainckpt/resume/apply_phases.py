@@ -7,13 +7,15 @@ first boundary      the random generators, and the training mode of each module:
                     this boundary count, in each batch, say. For a snapshot taken at the entry of an
                     evaluation, everything once more at that entry: the script's actions on the way
                     there (a scheduler's step, say) are in the snapshot already. Attributes that are
-                    not restored are compared: the script sets some at the head of an epoch
+                    not restored are compared: the script sets some at the head of an epoch.
+                    From there on, the first access to one that differs is observed
 before the first    the random generators once more, last of all: the construction of the
   batch             loader's iterator draws from them
 boundary after it   differences caused by the script are reported, not undone: parameters whose
                     requires_grad differs from the saved value, here and at the first boundary
-                    (some loops set it in each micro-batch); and a model wrapped in DDP since
-                    the resume, whose gradients add up differently. All is compared by then
+                    (some loops set it in each micro-batch); attributes that the batch did not
+                    set before it read them; and a model wrapped in DDP since the resume, whose
+                    gradients add up differently. All is compared by then
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from trainckpt.format.cursor import Cursor
 from trainckpt.ranks import threads
 from trainckpt.state import apply, attributes
 from trainckpt.state.capture import LOADERS
+from trainckpt.state.first_access import FirstAccesses
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,6 +92,9 @@ class PhasedRestore:
         self._window: Cursor | None = None
         self._skipping: TrackedLoader | None = None  # loader with passes of the epoch to skip
         self._otherwise: dict[str, bool] = {}  # frozen then and not now, or vice versa
+        self._attributes: list[str] = []  # that differ, and may be set before they are read
+        self._of_callbacks: list[str] = []
+        self._accesses = FirstAccesses({})  # to these
         self._hidden: list[str] = []  # models that must be wrapped in the same DDP again
 
     def begin(
@@ -153,11 +159,17 @@ class PhasedRestore:
         self._hidden = apply.hidden_in_ddp(saved)
         watched = self._registry.watched
         variables = self._registry.script_variables.differing(saved)
+        self._attributes = attributes.not_restored(watched, saved)
+        self._of_callbacks = attributes.not_restored(watched, saved, of_callbacks=True)
+        if not self._registry.is_over:
+            places = watched.places([*self._attributes, *self._of_callbacks])
+            self._accesses = FirstAccesses(places)
+        later = self._accesses.names
         drift = ResumeDrift(
             {},
             [],
-            attributes=attributes.not_restored(watched, saved),
-            of_callbacks=attributes.not_restored(watched, saved, of_callbacks=True),
+            attributes=[each for each in self._attributes if each not in later],
+            of_callbacks=[each for each in self._of_callbacks if each not in later],
             tensors=self._registry.plain_tensors.differing(saved),
             generators=apply.generators_not_restored(self._registry, saved),
             loaders=self._registry.open_loaders.lost(saved),
@@ -221,11 +233,19 @@ class PhasedRestore:
         if self._saved is not None:
             self._end()  # the boundary's loader is missing
         if self._position.cursor.micro_batches == self._at.micro_batches:
+            if self._registry.is_over:
+                self._accesses.end()
             return AS_SAVED  # an epoch's end
+        not_set = self._accesses.end()
         otherwise, self._otherwise, self.under_way = self._otherwise, {}, False
         now = self._registry.model_parameters()
         still = {n: was for n, was in otherwise.items() if n in now and now[n].requires_grad == was}
-        return ResumeDrift(still, apply.in_another_ddp(self._registry, self._hidden))
+        return ResumeDrift(
+            still,
+            apply.in_another_ddp(self._registry, self._hidden),
+            attributes=[each for each in self._attributes if each in not_set],
+            of_callbacks=[each for each in self._of_callbacks if each in not_set],
+        )
 
     def _continue_at(self, loader: TrackedLoader | None) -> None:
         self._position.restore(self._at, window=self._window)

@@ -373,6 +373,17 @@ class Watched:
         self._always.update(found)
         return [f"{name}{_how(saved[name], live[name])}" for name in sorted(found)]
 
+    def places(self, lines: Iterable[str]) -> dict[str, tuple[object, str]]:
+        """Return line of `not_restored` -> object and attribute, for objects of own classes."""
+        owners = (*self._owners, *self._objects.values(), *self._callbacks)
+        own = {each.name: each.value for each in owners if not _is_framework(type(each.value))}
+        found = {}
+        for line in lines:
+            name, _, key = line.partition(" (")[0].rpartition(".")
+            if name in own and key in vars(own[name]):
+                found[line] = own[name], key
+        return found
+
     def _values(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for owner in (*self._owners, *self._torch_modules, *self._objects.values()):
