@@ -151,6 +151,22 @@ class Turning(Sampler):
         return 40
 
 
+class Forgetting(Turning):
+    """Has a state, and its order is not in it."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        assert state == {}
+
+
+def test_a_sampler_with_state_is_not_told_to_have_one(tmp_path, caplog):
+    for until in (4, 99):
+        train(tmp_path, DataLoader(torch.arange(40.0), 4, sampler=Forgetting()), until)
+    assert "draw the whole order at the head of __iter__" in caplog.text
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_an_order_that_does_not_come_again_is_said_and_recorded(tmp_path, caplog, late):
     for until in (4, 99):

@@ -691,10 +691,13 @@ class LoaderSource:
         )
         self._report(Restored(self._name, How.NOT_KEPT, reason))
 
+    def _sampler_suspects(self) -> dict[str, Any]:
+        """Return the samplers whose order may depend on more than is kept."""
+        return sampler.unknown_samplers(self._loader) or dict(sampler.samplers_of(self._loader))
+
     def _suspected_samplers(self) -> str:
-        """Return the classes of the samplers whose order may depend on more than is kept."""
-        suspects = sampler.unknown_samplers(self._loader) or dict(sampler.samplers_of(self._loader))
-        return " and ".join(type(one).__qualname__ for one in suspects.values())
+        """Return their classes."""
+        return " and ".join(type(one).__qualname__ for one in self._sampler_suspects().values())
 
     def _report_order(self, saved: dict[str, Any], *, is_shorter: bool) -> None:
         names = self._suspected_samplers()
@@ -705,10 +708,17 @@ class LoaderSource:
             else f"the order that {names} begins with is not the one that {count} batches were "
             "trained in"
         )
-        reason = (
-            f"{self._name}: {found}: it depends on more than seed, epoch and generators; give the "
-            "sampler state_dict and load_state_dict. Data differs from the uninterrupted run"
-        )
+        if any(has_state(one) for one in self._sampler_suspects().values()):
+            advice = (
+                "it depends on what the loop changes after the pass has begun; draw the whole "
+                "order at the head of __iter__"
+            )
+        else:
+            advice = (
+                "it depends on more than seed, epoch and generators; give the sampler state_dict "
+                "and load_state_dict"
+            )
+        reason = f"{self._name}: {found}: {advice}. Data differs from the uninterrupted run"
         self._report(Restored(self._name, How.NOT_KEPT, reason))
 
     def _sampler_values(self) -> dict[str, Any]:
