@@ -181,10 +181,10 @@ def test_every_verb_and_each_of_its_options_is_documented():
 
 def test_the_run_record_of_the_format_document_has_the_digest_it_shows():
     sealed, rest = blocks(FORMAT, "json")[:2]
-    assert json_io.unsealed(json_io.parse(sealed.encode(), "it", max_bytes=1000), "it") == (
+    assert json_io.verify_digest(json_io.parse(sealed.encode(), "it", max_bytes=1000), "it") == (
         json.loads(rest)
     )
-    assert json_io.sealed(json.loads(rest)) == sealed.strip().encode()
+    assert json_io.with_digest(json.loads(rest)) == sealed.strip().encode()
 
 
 def test_the_manifest_of_the_format_document_is_one():

@@ -204,7 +204,7 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
         put(initial.loading)
     number = AttemptId(beginning.record.attempt)
     defaults = ManifestDefaults(beginning.run, number, parent, here, options.keep_last)
-    seals = encryption.set_up(options, channel, beginning.run)
+    snapshot_encryption = encryption.set_up(options, channel, beginning.run)
     reclaim()
     arenas = Arenas(
         context.tier.url,
@@ -222,7 +222,7 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
         timings=context.timings,
         arenas=arenas,
         window_start=context.position.window_start,
-        sealing=seals,
+        encryption=snapshot_encryption,
         uploads=_uploads(context, arenas, record_writer, defaults, beginning),
         replication=ReplicationControl(
             arenas,
@@ -243,12 +243,14 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
         hard_exit=context.hard_exit,
         hosts=hosts,
         status_writer=context.status_writer,
-        seals=seals,
+        encryption=snapshot_encryption,
     )
     dump_pause = None
     if len(set(hosts)) == 1 and SUPERVISOR_VARIABLE in os.environ:
         # This host has no key to read an encrypted snapshot back.
-        dump_pause = _dump_pause(context, defaults, saver, lean=survival is None and seals is None)
+        dump_pause = _dump_pause(
+            context, defaults, saver, lean=survival is None and snapshot_encryption is None
+        )
     parts = list[Restored]()
     if manifest is not None:
         parts += other_state(beginning, own_objects(registry))
@@ -288,10 +290,10 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
         dump_pause=dump_pause,
     )
     if manifest is not None:
-        if encryption.may_refer(seals, manifest):
+        if encryption.may_refer(snapshot_encryption, manifest):
             saver.references.begin_from(manifest, beginning.reader)
-            if seals is not None:
-                seals.begin_from(manifest)
+            if snapshot_encryption is not None:
+                snapshot_encryption.begin_from(manifest)
         _apply(context, shutdown, beginning)
         parts = [*context.problems, *parts, *said_after_loading(registry, beginning)]
         report.set_restored(of_all_ranks(channel, parts))

@@ -159,7 +159,7 @@ def test_flush_and_fetch_leave_another_snapshot_of_the_same_name_as_it_is(tiered
     run, far, newest = tiered
     manifest = json.loads((far / "snapshots" / newest / "manifest.json").read_text())
     del manifest["digest"]
-    other = json_io.sealed({**manifest, "created": manifest["created"] + 1})
+    other = json_io.with_digest({**manifest, "created": manifest["created"] + 1})
     (far / "snapshots" / newest / "manifest.json").write_bytes(other)
     flip_a_bit(snapshot(far, newest.partition("~")[0]) / "rank00000.safetensors")
     for verb, target, which in (("flush", far, "--to"), ("fetch", run, "--from")):

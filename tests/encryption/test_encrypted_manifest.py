@@ -41,7 +41,7 @@ def sealed(**changes):
         **changes,
     )
     wrapped = {n: keys.wrap_for_all(KEY, [ME.recipient], "run", n) for n in (OLDER, NAME)}
-    return encrypted_file.seal(manifest, KEY, wrapped)
+    return encrypted_file.encrypt_manifest(manifest, KEY, wrapped)
 
 
 def loaded():
@@ -53,7 +53,7 @@ def test_it_is_read_back_locked_and_opened_with_the_key():
     assert found.is_locked
     assert all(file.sealed and file.plain is None for file in (*found.files, *found.reached))
     assert found.files[0].content == Plain(9000, D)
-    opened = encrypted_file.open_sealed(found, KEY)
+    opened = encrypted_file.decrypt_manifest(found, KEY)
     assert not opened.is_locked
     assert {file.content for file in (*opened.files, *opened.reached)} == {Plain(8000, E)}
     assert manifests.dump(opened) == manifests.dump(found) == manifests.dump(loaded_again(found))
@@ -85,7 +85,7 @@ CHANGES = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_every_field_that_is_changed_is_found(what):
     with pytest.raises(UnusableSnapshot, match="was changed"):
-        encrypted_file.open_sealed(replace(loaded(), **{what: CHANGES[what]}), KEY)
+        encrypted_file.decrypt_manifest(replace(loaded(), **{what: CHANGES[what]}), KEY)
 
 
 def test_changed_files_and_tensors_are_found():
@@ -100,23 +100,23 @@ def test_changed_files_and_tensors_are_found():
         {"reached": good.reached[:1]},
     ):
         with pytest.raises(UnusableSnapshot, match="was changed"):
-            encrypted_file.open_sealed(replace(good, **change), KEY)
+            encrypted_file.decrypt_manifest(replace(good, **change), KEY)
 
 
 def test_another_key_or_a_changed_seal_does_not_open_it():
     good = loaded()
     with pytest.raises(UnusableSnapshot):
-        encrypted_file.open_sealed(good, bytes(32))
+        encrypted_file.decrypt_manifest(good, bytes(32))
     for at in range(0, len(good.encryption.sealed), 7):
         data = bytearray(good.encryption.sealed)
         data[at] ^= 1
         bad = replace(good, encryption=replace(good.encryption, sealed=bytes(data)))
         with pytest.raises(UnusableSnapshot):
-            encrypted_file.open_sealed(bad, KEY)
+            encrypted_file.decrypt_manifest(bad, KEY)
 
 
 def test_other_recipients_leave_it_as_it_is():
     good = loaded()
     wrapped = keys.wrap_for_all(KEY, [keys.generate().recipient], "run", NAME)
     other = replace(good, encryption=replace(good.encryption, keys={NAME: wrapped, OLDER: wrapped}))
-    assert not encrypted_file.open_sealed(loaded_again(other), KEY).is_locked
+    assert not encrypted_file.decrypt_manifest(loaded_again(other), KEY).is_locked

@@ -276,9 +276,9 @@ def flip(path, at):
 
 def changed(path, change):
     """What an attacker does who can write, but has no key: the seal is no secret."""
-    body = json_io.unsealed(json.loads(path.read_bytes()), "manifest")
+    body = json_io.verify_digest(json.loads(path.read_bytes()), "manifest")
     change(body)
-    path.write_bytes(json_io.sealed(body))
+    path.write_bytes(json_io.with_digest(body))
 
 
 def newest(run, name=FILE):
@@ -298,7 +298,7 @@ def rolled_back(run):
         told[name] = there[name]
     told["encryption"]["keys"] = {"s4~1.2": told["encryption"]["keys"]["s2~1.1"]}
     told.pop("digest")
-    newest(run, MANIFEST).write_bytes(json_io.sealed(told))
+    newest(run, MANIFEST).write_bytes(json_io.with_digest(told))
 
 
 def files_of_the_older(run):

@@ -326,8 +326,8 @@ def overlapped_on(device):
     a_side.register(memoryview(target.numpy()).cast("B"))
     piece = PendingCopy("w", source, target.data_ptr())
     return (
-        OverlappedCopy([piece], proves=False, side=a_side),
-        StepFence(side=a_side),
+        OverlappedCopy([piece], proves=False, device_copier=a_side),
+        StepFence(device_copier=a_side),
         source,
         target,
     )
@@ -361,7 +361,7 @@ def test_a_proof_notices_a_change_of_any_byte(by):
     for at in (0, 1, num_bytes // 2, num_bytes - 1):
         target.zero_()
         late = OverlappedCopy(
-            [PendingCopy("w", source, target.data_ptr())], proves=True, side=a_side
+            [PendingCopy("w", source, target.data_ptr())], proves=True, device_copier=a_side
         )
         source.data.view(torch.uint8).view(-1)[at] += 1
         late.fence()

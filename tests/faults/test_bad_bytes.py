@@ -181,7 +181,7 @@ def test_a_snapshot_of_another_run_is_refused(run, tmp_path):
 def rewritten(run, **changes):
     """Change the newest manifest, and make its own digest fit."""
     path = file(run, "s4~1.2", "manifest.json")
-    path.write_bytes(json_io.sealed({**json.loads(path.read_bytes()), **changes}))
+    path.write_bytes(json_io.with_digest({**json.loads(path.read_bytes()), **changes}))
 
 
 @pytest.mark.parametrize(

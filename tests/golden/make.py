@@ -135,7 +135,7 @@ def save(tier, world, name, version, older=None):
             reached.append(replace(older.files[rank], name=file))
         planned = [region for region in planned if region.key not in references]
         shard = staging.stage(one, planned, rank=rank, world=world, references=references)
-        file = write_shard(tier, name, rank, shard, seal=seal)
+        file = write_shard(tier, name, rank, shard, snapshot_key=seal)
         if version < names.ENCRYPTED:
             file = replace(file, digest=digest(shard.memory))
         files.append(file)
@@ -160,7 +160,7 @@ def save(tier, world, name, version, older=None):
     if seal is not None:
         keys = dict(older.encryption.keys) if older is not None else {}
         wrapped = encryption_keys.wrap_for_all(seal.key, [READER.recipient], "golden", str(name))
-        manifest = encrypted_file.seal(manifest, seal.key, {**keys, str(name): wrapped})
+        manifest = encrypted_file.encrypt_manifest(manifest, seal.key, {**keys, str(name): wrapped})
     commit(tier, manifest)
     return manifest
 

@@ -37,7 +37,7 @@ def images(tmp_path):
 
 def test_images_are_encrypted_where_they_lie_and_opened_by_whoever_has_a_key(images):
     ours, other = keys.generate(), keys.generate()
-    wrapped = encrypted_images.seal(images, RECORD.run, RECORD.name, [ours.recipient])
+    wrapped = encrypted_images.encrypt(images, RECORD.run, RECORD.name, [ours.recipient])
     record = stored(images, keys=wrapped)
     assert DumpRecord.load(record.dump(), "x") == record
     assert b"secret" not in (images / "files.img").read_bytes()

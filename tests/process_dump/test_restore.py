@@ -76,9 +76,9 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
     ],
 )
 def test_a_record_that_says_something_else_is_refused(change):
-    body = json_io.unsealed(json_io.parse(RECORD.dump(), "x", max_bytes=10**6), "x")
+    body = json_io.verify_digest(json_io.parse(RECORD.dump(), "x", max_bytes=10**6), "x")
     with pytest.raises(UnusableSnapshot):
-        DumpRecord.load(json_io.sealed({**body, **change}), "x")
+        DumpRecord.load(json_io.with_digest({**body, **change}), "x")
 
 
 def test_a_dump_stays_on_its_host_under_its_kernel_and_on_such_a_processor():

@@ -97,7 +97,7 @@ def test_files_that_grow_and_shrink_a_little_lie_in_memory_that_is_locked_once(
         monkeypatch.setenv(shared_memory.ROOT_VARIABLE, shared_memory.NONE)
         monkeypatch.setattr("trainckpt.save.arenas.has_memfd", lambda: False)
     arenas = Arenas(str(tmp_path), 0, [0])
-    arenas.side.use([torch.ones(1)])
+    arenas.device_copier.use([torch.ones(1)])
     sizes = [6 * MB, 6 * MB, 6 * MB + kb, 6 * MB - kb, 6 * MB + 2 * kb, 5 * MB]
     for number, size in enumerate(sizes, 1):
         given = arenas.memory(size)

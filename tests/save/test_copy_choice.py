@@ -58,7 +58,7 @@ def test_what_is_copied_while_training_waits_by_choice_is_digested_too():
         prepare=lambda: None,
         before_step=lambda: None,
         num_threads=1,
-        side=DeviceCopier(),
+        device_copier=DeviceCopier(),
     )
     try:
         assert copying.stage_arguments(set()) == {}

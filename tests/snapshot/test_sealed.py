@@ -25,8 +25,8 @@ from trainckpt.snapshot import decrypting_tier, encrypted_writer
 from trainckpt.snapshot.encrypted_writer import (
     BLOCK_BYTES,
     SnapshotKey,
-    stream_sealed,
-    write_sealed,
+    stream_encrypted,
+    write_encrypted,
 )
 from trainckpt.storage.file_io import address
 from trainckpt.storage.local import Disk, LocalTier
@@ -58,7 +58,9 @@ def content(num_bytes, seed=0):
 def write(tier, data, head_bytes=HEAD, name=NAME, copied=(), key=KEY):
     shard = Shard(data, head_bytes)
     places = (address(shard.memory) + at for at in copied)
-    return write_sealed(tier, name, 0, shard, copied=places, seal=SnapshotKey("run", key))
+    return write_encrypted(
+        tier, name, 0, shard, copied=places, snapshot_key=SnapshotKey("run", key)
+    )
 
 
 def reading(tier, entry, name=NAME, key=KEY, run="run"):
@@ -136,7 +138,9 @@ def test_it_is_encrypted_when_all_is_copied_since_training_may_wait_for_that(tie
             waiting.append([t for t in threading.enumerate() if t.name.startswith(SEALERS)])
             yield begin + end
 
-    entry = write_sealed(tier, NAME, 0, shard, copied=copied(), seal=SnapshotKey("run", KEY))
+    entry = write_encrypted(
+        tier, NAME, 0, shard, copied=copied(), snapshot_key=SnapshotKey("run", KEY)
+    )
     assert waiting == [[]] * 5
     assert read_all(tier, entry) == data
 
@@ -162,7 +166,9 @@ def test_it_is_written_when_all_is_copied_though_the_copy_is_still_being_proved(
         yield address(shard.memory) + len(shard.memory)
         seen.append(tier.disk.begun.wait(60))  # the next step comes later
 
-    entry = write_sealed(tier, NAME, 0, shard, copied=copied(), seal=SnapshotKey("run", KEY))
+    entry = write_encrypted(
+        tier, NAME, 0, shard, copied=copied(), snapshot_key=SnapshotKey("run", KEY)
+    )
     assert seen == [True]
     assert read_all(tier, entry)[HEAD:] == bytes(shard.memory[HEAD:])
 
@@ -188,7 +194,9 @@ def test_the_copy_ends_when_all_is_copied_however_long_it_takes_to_write_it(tmp_
         yield address(shard.memory) + len(shard.memory)
         tier.disk.ended.set()
 
-    entry = write_sealed(tier, NAME, 0, shard, copied=copied(), seal=SnapshotKey("run", KEY))
+    entry = write_encrypted(
+        tier, NAME, 0, shard, copied=copied(), snapshot_key=SnapshotKey("run", KEY)
+    )
     assert read_all(tier, entry)[HEAD:] == bytes(shard.memory[HEAD:])
 
 
@@ -200,7 +208,7 @@ def test_what_is_abandoned_after_it_was_copied_leaves_nothing(tier):
         raise ValueError("a tensor has changed")
 
     with pytest.raises(ValueError, match="has changed"):
-        write_sealed(tier, NAME, 0, shard, copied=copied(), seal=SnapshotKey("run", KEY))
+        write_encrypted(tier, NAME, 0, shard, copied=copied(), snapshot_key=SnapshotKey("run", KEY))
     assert not list((tier.root / NAME.folder).iterdir())
 
 
@@ -238,14 +246,14 @@ def test_a_file_that_passes_by_is_the_same_as_one_in_memory(tier, piece):
             buffer[: len(step)] = step
             yield memoryview(buffer)[: len(step)]
 
-    entry = stream_sealed(
+    entry = stream_encrypted(
         tier,
         NAME,
         0,
         head=data[:HEAD],
         num_bytes=len(data),
         blocks=blocks(),
-        seal=SnapshotKey("run", KEY),
+        snapshot_key=SnapshotKey("run", KEY),
     )
     assert read_all(tier, entry) == data
 
@@ -284,7 +292,7 @@ def test_a_write_that_fails_leaves_nothing_and_ends_its_threads(tier):
 
     shard = Shard(content(HEAD + 3 * BLOCK_BYTES), HEAD)
     with pytest.raises(Full):
-        write_sealed(tier, NAME, 0, shard, copied=copied(), seal=SnapshotKey("run", KEY))
+        write_encrypted(tier, NAME, 0, shard, copied=copied(), snapshot_key=SnapshotKey("run", KEY))
     assert not list((tier.root / NAME.folder).iterdir())
 
 
@@ -392,7 +400,7 @@ def test_a_file_that_was_cut_anywhere_is_refused_also_if_its_end_was_mended(tier
     end += stored[-FOOTER_BYTES - 16 : -FOOTER_BYTES]
     for number in range(shorter.num_chunks):
         size = shorter.chunk(number).num_bytes
-        forged.seal(number, memoryview(bytearray(size)), memoryview(bytearray(size + 16)))
+        forged.encrypt(number, memoryview(bytearray(size)), memoryview(bytearray(size + 16)))
     footer = forged.tail()[-FOOTER_BYTES:-24] + salt
     (tier.root / NAME.folder / FILE).write_bytes(stored[:CHUNK_BYTES] + end + footer)
     mended = type(entry)(
@@ -404,8 +412,8 @@ def test_a_file_that_was_cut_anywhere_is_refused_also_if_its_end_was_mended(tier
 
 def test_a_chunk_is_never_encrypted_twice():
     sealer = Encryptor(KEY, ChunkPosition("run", "s2~1.1", FILE), EncryptedLayout(10, 100))
-    sealer.seal(0, memoryview(bytes(100)), memoryview(bytearray(116)))
+    sealer.encrypt(0, memoryview(bytes(100)), memoryview(bytearray(116)))
     with pytest.raises(ValueError, match="encrypted once"):
-        sealer.seal(0, memoryview(bytes(100)), memoryview(bytearray(116)))
+        sealer.encrypt(0, memoryview(bytes(100)), memoryview(bytearray(116)))
     with pytest.raises(ValueError, match="not every chunk"):
         sealer.tail()

@@ -28,10 +28,10 @@ class Hanging(Disk):
 
 tier, name = LocalTier(sys.argv[1], Hanging()), SnapshotName.parse("s1~1.1")
 tier.create("run.json", b"{}")
-seal = SnapshotKey("run", bytes(32)) if sys.argv[2] == "sealed" else None
+snapshot_key = SnapshotKey("run", bytes(32)) if sys.argv[2] == "sealed" else None
 arguments = (tier, name, 0, Shard(bytes(100_000), 8192))
 threading.Thread(
-    target=write_shard, args=arguments, kwargs={"seal": seal}, daemon=True
+    target=write_shard, args=arguments, kwargs={"snapshot_key": snapshot_key}, daemon=True
 ).start()
 hung.wait()
 raise RuntimeError("of the script")

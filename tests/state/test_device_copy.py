@@ -30,31 +30,31 @@ def begin(memory):
 
 
 def used(device):
-    side = DeviceCopier(device)
-    side.use([torch.ones(3)])
-    return side
+    device_copier = DeviceCopier(device)
+    device_copier.use([torch.ones(3)])
+    return device_copier
 
 
 def test_nothing_is_locked_before_a_device_holds_state(memory):
     device = SlowDevice()
-    side = DeviceCopier(device)
-    side.register(memory)
-    side.use([torch.ones(3, device="meta")])
-    side.register(memory)
+    device_copier = DeviceCopier(device)
+    device_copier.register(memory)
+    device_copier.use([torch.ones(3, device="meta")])
+    device_copier.register(memory)
     assert device.locked == {}
-    side.use([torch.ones(3)])
-    side.register(memory)
+    device_copier.use([torch.ones(3)])
+    device_copier.register(memory)
     assert device.locked == {begin(memory): SIZE}
 
 
 def test_of_memory_that_grew_the_new_pages_are_locked_and_no_others(memory):
     device = SlowDevice()
-    side, first = used(device), begin(memory)
-    side.register(memory[: mmap.PAGESIZE + 1])  # locks two pages
+    device_copier, first = used(device), begin(memory)
+    device_copier.register(memory[: mmap.PAGESIZE + 1])  # locks two pages
     assert device.locked == {first: 2 * mmap.PAGESIZE}
-    side.register(memory[: mmap.PAGESIZE + 2])
-    side.register(memory)
-    side.register(memory)
+    device_copier.register(memory[: mmap.PAGESIZE + 2])
+    device_copier.register(memory)
+    device_copier.register(memory)
     assert device.locked == {
         first: 2 * mmap.PAGESIZE,
         first + 2 * mmap.PAGESIZE: SIZE - 2 * mmap.PAGESIZE,
@@ -64,29 +64,29 @@ def test_of_memory_that_grew_the_new_pages_are_locked_and_no_others(memory):
 
 def test_a_range_that_loses_pages_is_locked_anew_before_it_is_written_to(memory):
     device = SlowDevice()
-    side, first = used(device), begin(memory)
+    device_copier, first = used(device), begin(memory)
     half = torch.ones(SIZE // 2, dtype=torch.uint8)
-    side.register(memory[: SIZE // 2])
-    side.register(memory)
-    side.keep(memory, SIZE // 2)
-    assert side.takes(half, first)
-    assert not side.takes(half, first + SIZE // 2)
-    side.register(memory)
-    assert side.takes(half, first + SIZE // 2)
+    device_copier.register(memory[: SIZE // 2])
+    device_copier.register(memory)
+    device_copier.keep(memory, SIZE // 2)
+    assert device_copier.takes(half, first)
+    assert not device_copier.takes(half, first + SIZE // 2)
+    device_copier.register(memory)
+    assert device_copier.takes(half, first + SIZE // 2)
     assert device.num_locked == 3
-    side.keep(memory, SIZE // 4)
+    device_copier.keep(memory, SIZE // 4)
     assert device.locked == {}
 
 
 def test_a_copy_to_two_locked_ranges_is_made_in_two(memory):
     device = SlowDevice()
-    side, first = used(device), begin(memory)
-    side.register(memory[: SIZE // 2])
-    side.register(memory)
+    device_copier, first = used(device), begin(memory)
+    device_copier.register(memory[: SIZE // 2])
+    device_copier.register(memory)
     source = torch.arange(SIZE // 4, dtype=torch.int16)
     at = first + SIZE // 4
-    assert side.takes(source, at)
-    side.copy([(at, source), (at + source.nbytes, source[:8])])
+    assert device_copier.takes(source, at)
+    device_copier.copy([(at, source), (at + source.nbytes, source[:8])])
     assert device.num_copies == 2 + 1  # each checked by the device: it lies in one range
     assert bytes(memory[SIZE // 4 : SIZE // 4 + source.nbytes]) == bytes_of(source)
     assert bytes(memory[SIZE // 4 + source.nbytes :][:16]) == bytes_of(source[:8])
@@ -97,16 +97,16 @@ def test_small_tensors_are_copied_together_and_large_ones_alone(monkeypatch, buf
     """Two large ones lie between small ones of 4 bytes an item, and those of one byte."""
     monkeypatch.setattr(packed_copies, "RUN_BYTES", buffer_kb << 10)
     device, captured = SlowDevice(), Captured()
-    side, memory = used(device), private_memory(4 << 20)
+    device_copier, memory = used(device), private_memory(4 << 20)
     for number in range(200):
         captured.tensors[f"n{number:03}"] = torch.randn(number * 5 + 1)
         captured.tensors[f"n{number:03}b"] = torch.randint(2, (number, 3), dtype=torch.bool)
     captured.tensors["n100_large"] = torch.randn((17 << 10) + 1)
     captured.tensors["n150_large"] = torch.randn((17 << 10) + 1)
     regions = describe(captured, ())
-    side.register(memory)
+    device_copier.register(memory)
     how = {"rank": 0, "world": 1, "memory": lambda num_bytes: memory[:num_bytes]}
-    staged = bytes(stage(captured, regions, side=side, **how).memory)
+    staged = bytes(stage(captured, regions, device_copier=device_copier, **how).memory)
     assert device.num_copies == 2 + num_runs
     memory[:] = bytes(len(memory))
     alone = stage(captured, regions, **how)
@@ -114,35 +114,37 @@ def test_small_tensors_are_copied_together_and_large_ones_alone(monkeypatch, buf
 
 
 def test_only_what_lies_in_one_run_and_goes_to_locked_memory_is_taken(memory):
-    side, first = used(SlowDevice()), begin(memory)
+    device_copier, first = used(SlowDevice()), begin(memory)
     square = torch.ones(8, 8)
-    assert not side.takes(square, first)
-    side.register(memory)
-    assert side.takes(square, first)
-    assert not side.takes(square.t(), first)
-    assert not side.takes(square.to("meta"), first)
-    assert not side.takes(square, first + SIZE - square.nbytes + 1)
+    assert not device_copier.takes(square, first)
+    device_copier.register(memory)
+    assert device_copier.takes(square, first)
+    assert not device_copier.takes(square.t(), first)
+    assert not device_copier.takes(square.to("meta"), first)
+    assert not device_copier.takes(square, first + SIZE - square.nbytes + 1)
 
 
-@pytest.mark.parametrize("end", [lambda side, memory: side.keep(memory, 0), lambda s, _: s.close()])
+@pytest.mark.parametrize(
+    "end", [lambda device_copier, memory: device_copier.keep(memory, 0), lambda s, _: s.close()]
+)
 def test_copies_of_a_save_that_failed_are_over_before_its_memory_goes(memory, end):
     device = SlowDevice()
-    side, source = used(device), torch.arange(64, dtype=torch.uint8)
-    side.register(memory)
-    flight = side.start([(begin(memory), source)])
+    device_copier, source = used(device), torch.arange(64, dtype=torch.uint8)
+    device_copier.register(memory)
+    flight = device_copier.start([(begin(memory), source)])
     assert not flight.is_over
-    end(side, memory)
+    end(device_copier, memory)
     assert flight.is_over
     assert bytes(memory[:64]) == bytes_of(source)
     assert device.locked == {}
-    assert not side.takes(source, begin(memory))
+    assert not device_copier.takes(source, begin(memory))
 
 
 def test_nothing_is_copied_into_an_arena_while_the_save_before_is_still_at_it(memory):
-    side, source = used(SlowDevice()), torch.ones(64)
-    side.register(memory)
-    flight = side.start([(begin(memory), source)])
-    stage(Captured(), (), rank=0, world=1, side=side)
+    device_copier, source = used(SlowDevice()), torch.ones(64)
+    device_copier.register(memory)
+    flight = device_copier.start([(begin(memory), source)])
+    stage(Captured(), (), rank=0, world=1, device_copier=device_copier)
     assert flight.is_over
 
 
@@ -150,17 +152,17 @@ def test_a_copy_that_the_device_refuses_is_made_as_ever_and_nothing_writes_to_it
     memory,
 ):
     device, said, first = SlowDevice(), [], begin(memory)
-    side = DeviceCopier(device, said.append)
+    device_copier = DeviceCopier(device, said.append)
     sources = [torch.full((64,), number, dtype=torch.uint8) for number in (1, 2)]
-    side.use(sources)
-    side.register(memory)
-    side.start([(first, sources[0])])  # by itself, and still at it when the next one fails
+    device_copier.use(sources)
+    device_copier.register(memory)
+    device_copier.start([(first, sources[0])])  # by itself, and still at it when the next one fails
     device.fails_at = 2
-    flight = side.start([(first + 64, sources[0]), (first + 128, sources[1])])
+    flight = device_copier.start([(first + 64, sources[0]), (first + 128, sources[1])])
     assert flight.is_over
     assert device.asked == []
     assert bytes(memory[64:192]) == bytes(64 * [1] + 64 * [2])
-    side.copy([(first + 64, sources[1])])
+    device_copier.copy([(first + 64, sources[1])])
     assert bytes(memory[64:128]) == bytes(64 * [2])
     assert device.num_started == 2
     assert len(said) == 1
@@ -203,15 +205,15 @@ def flags_of(address):
 
 def test_once_a_graph_was_recorded_all_is_copied_at_the_boundary(memory):
     device, captured = SlowDevice(), Captured({"w": torch.ones(64)})
-    regions, side = describe(captured, ()), used(device)
-    how = {"rank": 0, "world": 1, "later": {"w"}, "side": side}
-    how["memory"] = lambda num_bytes: (side.register(memory), memory[:num_bytes])[1]
+    regions, device_copier = describe(captured, ()), used(device)
+    how = {"rank": 0, "world": 1, "later": {"w"}, "device_copier": device_copier}
+    how["memory"] = lambda num_bytes: (device_copier.register(memory), memory[:num_bytes])[1]
     assert [piece.tensor for piece in stage(captured, regions, **how).rest] == ["w"]
     device.is_recording = True
-    assert side.is_recording()
+    assert device_copier.is_recording()
     device.is_recording = False
     assert stage(captured, regions, **how).rest == []
-    assert not side.is_recording()
+    assert not device_copier.is_recording()
 
 
 @pytest.mark.gpu
@@ -220,24 +222,24 @@ def test_cuda_locks_memory_writes_to_it_and_refuses_without_a_trace(memory):
         pytest.skip("no CUDA device")
     source = torch.randn(SIZE // 4, device="cuda")
     said = []
-    side = DeviceCopier(CudaCalls(), said.append)
-    side.use([source])
-    side.register(memory)
+    device_copier = DeviceCopier(CudaCalls(), said.append)
+    device_copier.use([source])
+    device_copier.register(memory)
     assert said == []
     place = torch.frombuffer(memory, dtype=torch.float32)
     assert place.is_pinned()
-    flight = side.start([(place.data_ptr(), source)])
+    flight = device_copier.start([(place.data_ptr(), source)])
     flight.hold()
     source.zero_()  # behind the copy
     flight.wait()
     assert flight.is_over
     assert place.abs().sum() > 0
-    side.copy([(place.data_ptr(), source)])
+    device_copier.copy([(place.data_ptr(), source)])
     assert place.abs().sum() == 0
-    side.close()
+    device_copier.close()
     assert not place.is_pinned()
     nowhere = (ctypes.c_ubyte * SIZE).from_address(mmap.PAGESIZE)
-    side.register(memoryview(nowhere).cast("B"))
+    device_copier.register(memoryview(nowhere).cast("B"))
     assert len(said) == 1
     beside = torch.cuda.Stream()
     with torch.cuda.stream(beside):
@@ -278,14 +280,14 @@ def test_cuda_packs_small_tensors_in_a_bounded_buffer_and_the_file_is_the_same(t
     captured.tensors["t1500_large"] = torch.randn(40 << 18, device="cuda").bfloat16()
     place = SharedMemoryDir.of(str(tmp_path))
     arena, said = place.arena(0, 0), []
-    side = DeviceCopier(cuda, said.append)
-    side.use(captured.tensors.values())
-    arena.keeps = side.keep
+    device_copier = DeviceCopier(cuda, said.append)
+    device_copier.use(captured.tensors.values())
+    arena.keeps = device_copier.keep
     regions = describe(captured, ())
 
     def memory(num_bytes):
         arena.reserve(num_bytes, spare=True)
-        side.register(arena.reserved)
+        device_copier.register(arena.reserved)
         return arena.memory
 
     for add_bytes in (0, 1000, 8 << 20):  # the last goes behind the end of the locked range
@@ -294,7 +296,9 @@ def test_cuda_packs_small_tensors_in_a_bounded_buffer_and_the_file_is_the_same(t
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        shard = stage(captured, regions, rank=0, world=1, memory=memory, side=side)
+        shard = stage(
+            captured, regions, rank=0, world=1, memory=memory, device_copier=device_copier
+        )
         assert torch.cuda.max_memory_allocated() - before <= 64 << 20
         on_host = {n: t.cpu() for n, t in captured.tensors.items()}
         assert shard.data == stage(Captured(on_host), regions, rank=0, world=1).data
@@ -302,6 +306,6 @@ def test_cuda_packs_small_tensors_in_a_bounded_buffer_and_the_file_is_the_same(t
     assert max(cuda.num_runs) < 30
     assert len(cuda.ranges) == 2
     assert cuda.ranges[1][0] == sum(cuda.ranges[0])  # what was new, behind what was there
-    side.close()
+    device_copier.close()
     arena.close()
     place.remove()

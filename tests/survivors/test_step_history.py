@@ -47,8 +47,10 @@ def parts():
     return model, optimizer, registry
 
 
-def moments(registry, small, side=None):
-    return StepHistory(registry, local_store(World(0, 1, 0, "here")), small, side=side)
+def moments(registry, small, device_copier=None):
+    return StepHistory(
+        registry, local_store(World(0, 1, 0, "here")), small, device_copier=device_copier
+    )
 
 
 def train(model, optimizer):

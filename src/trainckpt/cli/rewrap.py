@@ -118,7 +118,7 @@ def _wrapped(manifest: Manifest, recipients: Sequence[str], opener: KeyRing) -> 
     """Return the same manifest, with its keys wrapped for these recipients."""
     assert manifest.encryption is not None
     secrets = {name: opener.key(manifest, name) for name in manifest.encryption.keys}
-    encrypted_file.open_sealed(manifest, secrets[str(manifest.name)])
+    encrypted_file.decrypt_manifest(manifest, secrets[str(manifest.name)])
     wrapped = {
         name: keys.wrap_for_all(secret, recipients, manifest.run, name)
         for name, secret in secrets.items()

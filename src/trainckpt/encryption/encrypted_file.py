@@ -146,7 +146,7 @@ class Encryptor:
         self._cipher = cipher(key, _FILE_KEY + self._place, self._salt)
         self._tags: list[bytes | None] = [None] * layout.num_chunks
 
-    def seal(self, number: int, plain: memoryview, into: memoryview) -> None:
+    def encrypt(self, number: int, plain: memoryview, into: memoryview) -> None:
         """Encrypt one chunk into memory `TAG_BYTES` longer than it; only `tail` stores the tag.
 
         Raises:
@@ -223,7 +223,7 @@ def bytes_per_s() -> int:
     into = memoryview(bytearray(CHUNK_BYTES + TAG_BYTES))
     begun_s = time.perf_counter()
     for number in range(PROBE_CHUNKS):
-        sealer.seal(number, plain, into)
+        sealer.encrypt(number, plain, into)
     return int(PROBE_CHUNKS * CHUNK_BYTES / (time.perf_counter() - begun_s))
 
 
@@ -258,7 +258,9 @@ def _bound(place: bytes, layout: EncryptedLayout, number: int) -> bytes:
 NONCE_BYTES = 12
 
 
-def seal(manifest: Manifest, key: bytes, keys: Mapping[str, tuple[Wrapped, ...]]) -> Manifest:
+def encrypt_manifest(
+    manifest: Manifest, key: bytes, keys: Mapping[str, tuple[Wrapped, ...]]
+) -> Manifest:
     """Return the manifest to commit.
 
     Args:
@@ -274,12 +276,12 @@ def seal(manifest: Manifest, key: bytes, keys: Mapping[str, tuple[Wrapped, ...]]
     manifest = replace(manifest, tensors=dict(sorted(manifest.tensors.items())))
     unsealed = replace(manifest, encryption=Encryption(keys, b""))
     nonce = os.urandom(NONCE_BYTES)
-    sealing = cipher(key, b"trainckpt/manifest")
-    sealed = sealing.encrypt(nonce, json_io.canonical(plain), manifests.bound(unsealed))
+    manifest_cipher = cipher(key, b"trainckpt/manifest")
+    sealed = manifest_cipher.encrypt(nonce, json_io.canonical(plain), manifests.bound(unsealed))
     return replace(manifest, encryption=Encryption(keys, nonce + sealed))
 
 
-def open_sealed(manifest: Manifest, key: bytes) -> Manifest:
+def decrypt_manifest(manifest: Manifest, key: bytes) -> Manifest:
     """Return the manifest with its files' plain lengths and digests, all fields authenticated.
 
     Raises:

@@ -244,8 +244,8 @@ def wrap(key: bytes, recipient: str, context: str) -> Wrapped:
     theirs, ours = public_bytes(recipient), X25519PrivateKey.generate()
     public = ours.public_key().public_bytes_raw()
     shared = ours.exchange(X25519PublicKey.from_public_bytes(theirs))
-    sealing = cipher(shared, b"trainckpt/wrap", public + theirs)
-    return Wrapped(recipient, public + sealing.encrypt(NO_NONCE, key, context.encode()))
+    wrapping_cipher = cipher(shared, b"trainckpt/wrap", public + theirs)
+    return Wrapped(recipient, public + wrapping_cipher.encrypt(NO_NONCE, key, context.encode()))
 
 
 def unwrap(wrapped: Wrapped, identity: Identity, context: str) -> bytes:

@@ -56,7 +56,7 @@ class AttemptRecord:
             "outcome": self.outcome,
             "newest_commit": self.newest_commit,
         }
-        return json_io.sealed({**self.facts, **own})
+        return json_io.with_digest({**self.facts, **own})
 
     @classmethod
     def load(cls, data: bytes, what: str) -> AttemptRecord:
@@ -64,7 +64,7 @@ class AttemptRecord:
         body = json_io.parse(data, what, max_bytes=MAX_BYTES)
         attempt = json_io.count(body, "attempt", what)
         if "digest" in body:  # a record written by hand needs none
-            body = json_io.unsealed(body, what)
+            body = json_io.verify_digest(body, what)
         own = ("attempt", "parent", "state", "outcome", "newest_commit")
         parent, outcome = body.get("parent"), body.get("outcome")
         newest = body.get("newest_commit")

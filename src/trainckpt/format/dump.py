@@ -187,12 +187,14 @@ class DumpRecord:
     def dump(self) -> bytes:
         """Return the record as JSON, with a digest of itself."""
         keys = wrapped_to_json(self.keys)
-        return json_io.sealed({**asdict(self), "name": str(self.name), "keys": keys, "format": 1})
+        return json_io.with_digest(
+            {**asdict(self), "name": str(self.name), "keys": keys, "format": 1}
+        )
 
     @classmethod
     def load(cls, data: bytes, what: str) -> DumpRecord:
         """Parse a record; raise `UnusableSnapshot` if it is not one."""
-        body = json_io.unsealed(json_io.parse(data, what, max_bytes=MAX_BYTES), what)
+        body = json_io.verify_digest(json_io.parse(data, what, max_bytes=MAX_BYTES), what)
         name = DumpName.parse(str(json_io.field(body, "name", str, what)))
         if name is None:
             raise UnusableSnapshot(f"{what}: {str(body['name'])[:60]!r} names no dump")

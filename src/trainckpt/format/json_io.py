@@ -22,13 +22,13 @@ def canonical(value: Any) -> bytes:
     ).encode()
 
 
-def sealed(body: dict[str, Any]) -> bytes:
+def with_digest(body: dict[str, Any]) -> bytes:
     """Return canonical JSON of `body`, with the digest of everything else in it under `digest`."""
     rest = {key: value for key, value in body.items() if key != "digest"}
     return canonical({**rest, "digest": digest(canonical(rest))})
 
 
-def unsealed(body: dict[str, Any], what: str) -> dict[str, Any]:
+def verify_digest(body: dict[str, Any], what: str) -> dict[str, Any]:
     """Return `body` without its digest; raise `UnusableSnapshot` if the digest is wrong."""
     rest = {key: value for key, value in body.items() if key != "digest"}
     try:

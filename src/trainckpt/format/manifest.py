@@ -318,7 +318,7 @@ def dump(manifest: Manifest) -> bytes:
     body = _body(manifest)
     if manifest.encryption is not None:
         body["encryption"] = manifest.encryption.to_json()
-    return json_io.sealed(body)
+    return json_io.with_digest(body)
 
 
 def bound(manifest: Manifest) -> bytes:
@@ -384,7 +384,7 @@ def load(data: bytes, what: str, *, with_tensors: bool = True) -> Manifest:
     if not isinstance(body, dict):
         raise UnusableSnapshot(f"{what} is not a manifest")
     names.check_version(body.get("format"), what)
-    body = json_io.unsealed(body, what)
+    body = json_io.verify_digest(body, what)
     cursor = Cursor.from_json(body.get("cursor"))
     window = body.get("window")
     world, parent = json_io.count(body, "world", what), body.get("parent")

@@ -55,7 +55,7 @@ def is_file_name(name: str) -> bool:
 
 def dump(head: ParityHead) -> bytes:
     """Return the first `HEAD_BYTES` bytes."""
-    text = json_io.sealed({"format": 1, **vars(head), "members": list(head.members)})
+    text = json_io.with_digest({"format": 1, **vars(head), "members": list(head.members)})
     assert len(text) <= HEAD_BYTES, "255 members take a sixth of it"
     return text.ljust(HEAD_BYTES)
 
@@ -65,7 +65,7 @@ def load(data: bytes | bytearray | memoryview, what: str) -> ParityHead:
     body = json_io.parse(data, what, max_bytes=HEAD_BYTES)
     if not isinstance(body, dict) or body.get("format") != 1:
         raise UnusableSnapshot(f"{what} is no parity file that this version reads")
-    body = json_io.unsealed(body, what)
+    body = json_io.verify_digest(body, what)
     head: ParityHead = json_io.build(ParityHead, body, what)
     members = head.members
     fits = head.place < len(members) <= 255 and head.num_own <= len(set(members)) == len(members)

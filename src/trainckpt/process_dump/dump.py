@@ -115,7 +115,7 @@ def take(tier: LocalTier, order: DumpOrder, variable: str) -> DumpRecord:
             tasks = process_tree.tasks(pids)
             keys: tuple[Wrapped, ...] = ()
             if order.recipients:
-                keys = encrypted_images.seal(images, order.run, order.name, order.recipients)
+                keys = encrypted_images.encrypt(images, order.run, order.name, order.recipients)
             _sync_written(tree_state)
             record = _record(order, tasks, tree_state, _settle(images), keys)
             tier.replace(order.name.record, record.dump())

@@ -1,6 +1,6 @@
 """Encrypted images: a dump of an encrypted run, with a key of its own.
 
-    seal    encrypts each image in place, chunk by chunk, before the dump is committed: the plain
+    encrypt encrypts each image in place, chunk by chunk, before the dump is committed: the plain
             bytes are overwritten. The key is wrapped for the recipients and then dropped
     opened  decrypts the images into separate files for an identity's owner, while CRIU reads them
 
@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 OPENED = "opened"  # folder beside the images, removed afterwards
 
 
-def seal(images: Path, run: str, name: DumpName, recipients: Sequence[str]) -> tuple[Wrapped, ...]:
+def encrypt(
+    images: Path, run: str, name: DumpName, recipients: Sequence[str]
+) -> tuple[Wrapped, ...]:
     """Encrypt every image in place, without syncing; return the key wrapped for each recipient.
 
     After an error the images are partly encrypted: the caller deletes them.
@@ -89,7 +91,7 @@ def _seal(path: Path, key: bytes, place: ChunkPosition) -> None:
             chunk = layout.chunk(number)
             _fill(file.fileno(), plain[: chunk.num_bytes], chunk.stored_at, path.name)
             sealed = into[: chunk.num_bytes + TAG_BYTES]
-            sealer.seal(number, plain[: chunk.num_bytes], sealed)
+            sealer.encrypt(number, plain[: chunk.num_bytes], sealed)
             _put(file.fileno(), sealed[: chunk.num_bytes], chunk.stored_at)
         _put(file.fileno(), memoryview(sealer.tail()), layout.body_bytes)
 

@@ -93,7 +93,7 @@ class Arenas:
 
     Attributes:
         newest: Folder of the snapshot not to be overwritten while there is a choice.
-        side: Copies to the arenas from a GPU; all of them are registered there.
+        device_copier: Copies to the arenas from a GPU; all of them are registered there.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class Arenas:
         newest: str | None = None,
     ) -> None:
         self.newest = newest
-        self.side = DeviceCopier(say=logger.warning)
-        self.side.look_for_recorded()
+        self.device_copier = DeviceCopier(say=logger.warning)
+        self.device_copier.look_for_recorded()
         self._place = SharedMemoryDir.of(run)
         self._rank = rank
         self._ranks = tuple(local_ranks)
@@ -135,7 +135,7 @@ class Arenas:
     def unlock_memory(self) -> None:
         """Unlock memory for GPUs until the next save: a process dump would have to know of it."""
         self._wait()
-        self.side.close()
+        self.device_copier.close()
 
     @property
     def descriptor(self) -> int | None:
@@ -188,7 +188,7 @@ class Arenas:
             if not arena.holds():
                 with contextlib.suppress(OSError):
                     arena.reserve(num_bytes, spare=True)
-                    self.side.register(arena.reserved)
+                    self.device_copier.register(arena.reserved)
 
     def memory(self, num_bytes: int) -> memoryview:
         """Return memory for the next shard file; the buffer returned before the last is invalid.
@@ -204,7 +204,7 @@ class Arenas:
             arena = self._reserve_arena(kind, num_bytes, number)
             if arena is not None:
                 self._replace_private(memoryview(b""))
-                self.side.register(arena.reserved)
+                self.device_copier.register(arena.reserved)
                 return arena.memory
             kind = PRIVATE
         if kind == STREAMED:
@@ -217,7 +217,7 @@ class Arenas:
         self._close()
         if len(self._private) < num_bytes:
             self._replace_private(private_memory(num_bytes + SPARE_BYTES))
-        self.side.register(self._private)
+        self.device_copier.register(self._private)
         self._log_kind(
             PRIVATE,
             f"{mb(num_bytes)} of private memory: shared memory has no room for them, so no copy "
@@ -226,7 +226,7 @@ class Arenas:
         return self._private[:num_bytes]
 
     def _replace_private(self, memory: memoryview) -> None:
-        self.side.keep(self._private, 0)
+        self.device_copier.keep(self._private, 0)
         self._private = memory
 
     def on_commit(self, event: Committed) -> None:
@@ -290,7 +290,7 @@ class Arenas:
                     arena.remove()
             self._open = []
         self._close()
-        self.side.close()
+        self.device_copier.close()
         if not keep and self._place is not None:
             self._place.give_back(self._rank)  # arenas used before another kind was chosen
             if not self._place.folders():
@@ -346,7 +346,7 @@ class Arenas:
                 if path not in open_paths:
                     is_own = kind == OWN
                     self._open.append(Own(self._place) if is_own else self._place.open_arena(path))
-                    self._open[-1].keeps = self.side.keep
+                    self._open[-1].keeps = self.device_copier.keep
         too_many = max(len(self._open) - number, 0)
         for arena in sorted(self._open, key=lambda a: _age(a.holds()))[:too_many]:
             self._open.remove(arena)

@@ -188,7 +188,7 @@ class SnapshotCommitter:
         record_writer: RecordWriter,
         references: IncrementalIndex,
         being_read: Callable[[], Collection[str]] = tuple,
-        sealing: SnapshotEncryption | None = None,
+        encryption: SnapshotEncryption | None = None,
         room: Callable[..., Arena | None] = lambda num_bytes, **_: None,
     ) -> None:
         """Open a connection of its own to the store.
@@ -196,10 +196,10 @@ class SnapshotCommitter:
         Args:
             tier, channel, files, defaults, record_writer, references: Of the attempt.
             being_read: Returns full names of snapshots that must not be pruned now.
-            sealing: Encrypts every file; None: nothing is encrypted.
+            encryption: Encrypts every file; None: nothing is encrypted.
             room: Returns memory for an encrypted file to replicate (`ReplicationControl.reserve`).
         """
-        self._sealing, self._room = sealing, room
+        self._encryption, self._room = encryption, room
         self._tier = tier
         self.retention = RetentionWorker(tier, defaults, record_writer, being_read)
         self._references = references
@@ -247,8 +247,8 @@ class SnapshotCommitter:
             for tracked in self._files:  # the lengths recorded must really be there
                 tracked.sync()
             reached = self._references.referenced_files(shard.header)
-            seal = self._sealing.begin(manifest.name) if self._sealing else None
-            file = self._store(manifest.name, shard, finish(), seal, in_memory=in_memory)
+            snapshot_key = self._encryption.begin(manifest.name) if self._encryption else None
+            file = self._store(manifest.name, shard, finish(), snapshot_key, in_memory=in_memory)
             self._check_not_abandoned()
             older = [referenced.to_json() for referenced in reached]
             report["receipt"] = {"file": file.to_json(), "reached": older}
@@ -264,8 +264,8 @@ class SnapshotCommitter:
         else:
             verdict = self._commit(manifest, report, entries, in_memory=in_memory)
             self.send(sequence, verdict)
-        if self._sealing is not None:
-            self._sealing.end(manifest.name)
+        if self._encryption is not None:
+            self._encryption.end(manifest.name)
         if "error" in verdict:
             raise error_from_message(verdict)
         if in_memory:
@@ -277,7 +277,7 @@ class SnapshotCommitter:
         name: SnapshotName,
         shard: staging.Shard | staging.StreamedShard,
         copied: Iterator[int],
-        seal: SnapshotKey | None,
+        snapshot_key: SnapshotKey | None,
         *,
         in_memory: bool,
     ) -> FileEntry:
@@ -296,24 +296,32 @@ class SnapshotCommitter:
                 head=shard.head,
                 num_bytes=shard.header.header_bytes + shard.header.data_bytes,
                 blocks=shard.blocks(),
-                seal=seal,
+                snapshot_key=snapshot_key,
             )
             shard.is_read.set()
             return written
-        if in_memory and seal is None:
+        if in_memory and snapshot_key is None:
             for _ in copied:  # nobody reads it before it is complete
                 pass
             file_name = names.shard_file_name(self._rank)
             return FileEntry(file_name, len(shard.memory), "", digest(shard.head))
-        arena = self._room(stored_bytes(shard), in_memory=in_memory) if seal is not None else None
+        arena = (
+            self._room(stored_bytes(shard), in_memory=in_memory)
+            if snapshot_key is not None
+            else None
+        )
         tier = None if in_memory else self._tier
         if tier is None and arena is None:
             raise SaveFailed("too little shared memory is free for the encrypted final save")
-        entry = self._store_by_client(tier, name, shard, copied=copied, seal=seal, arena=arena)
+        entry = self._store_by_client(
+            tier, name, shard, copied=copied, snapshot_key=snapshot_key, arena=arena
+        )
         if entry is not None:
             return entry
         into = arena.memory if arena is not None else None
-        return write_shard(tier, name, self._rank, shard, copied=copied, seal=seal, into=into)
+        return write_shard(
+            tier, name, self._rank, shard, copied=copied, snapshot_key=snapshot_key, into=into
+        )
 
     def _store_by_client(
         self,
@@ -322,7 +330,7 @@ class SnapshotCommitter:
         shard: staging.Shard,
         *,
         copied: Iterator[int],
-        seal: SnapshotKey | None,
+        snapshot_key: SnapshotKey | None,
         arena: Arena | None,
     ) -> FileEntry | None:
         """Have the writer process store the file; None if it takes no such file, or has died."""
@@ -338,7 +346,7 @@ class SnapshotCommitter:
                 shard,
                 descriptor=file,
                 copied=copied,
-                seal=seal,
+                snapshot_key=snapshot_key,
                 into=into,
             )
         except WriterDied:
@@ -407,12 +415,12 @@ class SnapshotCommitter:
             older = {file.name: file for file in referenced}
             reached = tuple(older[name] for name in sorted(older))
             self.manifest = replace(manifest, files=files, tensors=tensors, reached=reached)
-            if self._sealing is not None:
-                self.manifest = self._sealing.encrypt_manifest(self.manifest)
+            if self._encryption is not None:
+                self.manifest = self._encryption.encrypt_manifest(self.manifest)
             if not in_memory:
                 commit(self._tier, self.manifest)
-                if self._sealing is not None:
-                    self._sealing.committed(self.manifest)
+                if self._encryption is not None:
+                    self._encryption.committed(self.manifest)
         except Exception as error:  # noqa: BLE001 - the other ranks are waiting for a verdict
             return to_error_message(error, 0, self._tier.url)
         return {"ok": True}

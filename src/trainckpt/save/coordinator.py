@@ -118,7 +118,7 @@ class SaveCoordinator:
         timings: Timings,
         arenas: Arenas,
         window_start: Callable[[], Cursor],
-        sealing: SnapshotEncryption | None,
+        encryption: SnapshotEncryption | None,
         uploads: Uploads,
         replication: ReplicationControl,
         saves_gradients: Callable[[], bool],
@@ -129,7 +129,7 @@ class SaveCoordinator:
         Args:
             tier, channel, registry, defaults, record_writer, timings, arenas: Of the attempt.
             window_start: Returns the cursor at the beginning of the open window.
-            sealing: Encrypts every file; None: nothing is encrypted.
+            encryption: Encrypts every file; None: nothing is encrypted.
             uploads, replication: Of the attempt; they may have nothing to do.
             saves_gradients: Returns True if saves without a stop may fall amid a window.
             blocks_step: A step waits until other hosts hold the state before it, so that at most
@@ -146,7 +146,7 @@ class SaveCoordinator:
             prepare=self._prepare,
             before_step=self._before_step,
             num_threads=arenas.copy_threads,
-            side=arenas.side,
+            device_copier=arenas.device_copier,
         )
         self.references = IncrementalIndex(tier, channel.world.rank, registry)
         self._committer = SnapshotCommitter(
@@ -157,10 +157,10 @@ class SaveCoordinator:
             record_writer=record_writer,
             references=self.references,
             being_read=lambda: self.uploads.busy,
-            sealing=sealing,
+            encryption=encryption,
             room=self.replication.reserve,
         )
-        self._is_encrypted = sealing is not None
+        self._is_encrypted = encryption is not None
         self._tracked_names, self._stale_models = (
             TrackedNamesCheck(registry),
             StaleModelCheck(registry),
@@ -384,7 +384,7 @@ class SaveCoordinator:
         cause: Exception | None = None
         try:
             captured = capture(self._registry)
-            stepped = only_stepped(captured, self._registry, [self.arenas.side.kind])
+            stepped = only_stepped(captured, self._registry, [self.arenas.device_copier.kind])
             answer.update(self._replica_check.report(captured, stepped, final=final))
         except Exception as error:  # noqa: BLE001 - the other ranks are waiting for an answer
             answer["error"] = f"rank {world.rank}: {getattr(error, 'message', repr(error))}"
@@ -422,11 +422,16 @@ class SaveCoordinator:
             planned = [region for region in planned if region.key not in facts["references"]]
         if (not final or self.arenas.are_ready) and self.replication.can_reuse_arena():
             how = {**facts, **self._copier.stage_arguments(stepped or set())}
-            memory, side = self.arenas.memory, self.arenas.side
-            side.use(captured.tensors.values())
+            memory, device_copier = self.arenas.memory, self.arenas.device_copier
+            device_copier.use(captured.tensors.values())
             with contextlib.suppress(ArenaUnavailable):
                 shard = staging.stage(
-                    captured, planned, memory=memory, side=side, direct=self._direct, **how
+                    captured,
+                    planned,
+                    memory=memory,
+                    device_copier=device_copier,
+                    direct=self._direct,
+                    **how,
                 )
                 shard.descriptor = self.arenas.descriptor
                 self._copier.begin(shard)
@@ -438,7 +443,7 @@ class SaveCoordinator:
         num_bytes = shard_bytes(
             self._registry, self._channel.world.size, gradients=self._saves_gradients()
         )
-        self.arenas.side.use(self._registry.all_parameters())
+        self.arenas.device_copier.use(self._registry.all_parameters())
         self.arenas.prepare(num_bytes)
         self._committer.prepare(num_bytes)
 

@@ -97,7 +97,7 @@ class StateCopier:
         prepare: Callable[[], None],
         before_step: Callable[[], None],
         num_threads: int,
-        side: DeviceCopier,
+        device_copier: DeviceCopier,
     ) -> None:
         """Hook the optimizers' steps.
 
@@ -107,13 +107,13 @@ class StateCopier:
             before_step: Called before each step of the first optimizer; returns when the step may
                 go on.
             num_threads: Number of threads that copy.
-            side: Copies from a GPU by itself.
+            device_copier: Copies from a GPU by itself.
         """
         self._first = registry.optimizers[0].optimizer if registry.optimizers else None
         self._choice = CopyChoice()
         self._num_threads = num_threads
-        self._side = side
-        self._fence = StepFence(self._on_step, self._side)
+        self._device_copier = device_copier
+        self._fence = StepFence(self._on_step, self._device_copier)
         self._overlapped: OverlappedCopy | None = None
         self._number = 0
         self._prepare, self._before_step = prepare, before_step
@@ -145,7 +145,7 @@ class StateCopier:
                 shard.rest,
                 proves=proves,
                 num_threads=self._num_threads,
-                side=self._side,
+                device_copier=self._device_copier,
             )
             self._fence.guard(self._overlapped)
 

@@ -59,9 +59,9 @@ class SnapshotEncryption:
             ValueError: a later save has begun.
         """
         with self._lock:
-            seal = SnapshotKey(self._run, self._ratchet.key(name.sequence))
-            self._open[name.sequence] = seal
-        return seal
+            snapshot_key = SnapshotKey(self._run, self._ratchet.key(name.sequence))
+            self._open[name.sequence] = snapshot_key
+        return snapshot_key
 
     def end(self, name: SnapshotName) -> None:
         """Drop the key of a save that is over."""
@@ -88,19 +88,19 @@ class SnapshotEncryption:
         folders = {str(reached_file(file.name)[0]) for file in manifest.reached}
         wrapped = {name: self._known[name] for name in sorted(folders)}
         wrapped[own] = keys.wrap_for_all(key, self._recipients, self._run, own)
-        return encrypted_file.seal(manifest, key, wrapped)
+        return encrypted_file.encrypt_manifest(manifest, key, wrapped)
 
     def committed(self, manifest: Manifest) -> None:
         """Allow the next save to refer to this snapshot, and to those it refers to."""
         self.begin_from(manifest)
 
 
-def may_refer(sealing: SnapshotEncryption | None, manifest: Manifest) -> bool:
+def may_refer(own: SnapshotEncryption | None, manifest: Manifest) -> bool:
     """Return True if exactly the readers of this attempt's saves can read all of that snapshot."""
-    if sealing is None or manifest.encryption is None:
-        return sealing is None and manifest.encryption is None
+    if own is None or manifest.encryption is None:
+        return own is None and manifest.encryption is None
     to = [frozenset(each.to for each in wrapped) for wrapped in manifest.encryption.keys.values()]
-    return all(each == sealing.recipients for each in to)
+    return all(each == own.recipients for each in to)
 
 
 def check(options: Options) -> tuple[str, ...]:

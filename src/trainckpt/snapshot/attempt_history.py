@@ -57,7 +57,7 @@ def run_id(tier: Tier) -> str | None:
     run = str(json_io.field(body, "id", str, what))
     names.check_version(body.get("format"), what, names.RUN_RECORDS)
     if "digest" in body:
-        json_io.unsealed(body, what)
+        json_io.verify_digest(body, what)
     return run
 
 
@@ -67,7 +67,7 @@ def found_run(tier: Tier) -> str:
     if existing is not None:
         return existing
     body = {"format": 1, "id": secrets.token_hex(16)}
-    tier.create(names.RUN_RECORD, json_io.sealed(body))
+    tier.create(names.RUN_RECORD, json_io.with_digest(body))
     created = run_id(tier)
     if created is None:
         raise TierUnavailable(f"{tier.url} accepted a new file, but does not hold it")

@@ -83,7 +83,7 @@ class DecryptingTier:
         if manifest.encryption is None:
             return manifest
         keys = {name: self._opener.key(manifest, name) for name in manifest.encryption.keys}
-        opened = encrypted_file.open_sealed(manifest, keys[str(manifest.name)])
+        opened = encrypted_file.decrypt_manifest(manifest, keys[str(manifest.name)])
         own = [(f"{manifest.name}/{file.name}", file) for file in opened.files]
         for path, file in (*own, *((file.name, file) for file in opened.reached)):
             folder, _, name = path.partition("/")

@@ -51,21 +51,21 @@ def stored_bytes(shard: InMemory) -> int:
     return EncryptedLayout(head_bytes, len(shard.memory) - head_bytes).stored_bytes
 
 
-def write_sealed(
+def write_encrypted(
     tier: Tier | None,
     name: SnapshotName,
     rank: int,
     shard: InMemory,
     *,
     copied: Iterable[int],
-    seal: SnapshotKey,
+    snapshot_key: SnapshotKey,
     into: memoryview | None = None,
 ) -> FileEntry:
     """Encrypt and write as `shard_writer.write_shard`; return the entry of the file written.
 
     Args:
         tier: None: write only to `into`.
-        name, rank, shard, copied, seal: As there.
+        name, rank, shard, copied, snapshot_key: As there.
         into: `stored_bytes` of memory to keep the encrypted file; None: do not keep it.
     """
     complete = threading.Event()
@@ -77,7 +77,9 @@ def write_sealed(
     with SerialWorker("trainckpt-digest") as digesting:
         try:
             head = digesting.submit(digest_head)
-            file = _SealedFile(name, rank, shard.header.header_bytes, len(shard.memory), seal)
+            file = _EncryptedFile(
+                name, rank, shard.header.header_bytes, len(shard.memory), snapshot_key
+            )
             blocks = file.blocks(shard.memory, copied, complete, head, into)
             key, num_bytes = f"{name.folder}/{file.name}", file.layout.stored_bytes
             if into is None:
@@ -93,7 +95,7 @@ def write_sealed(
         return file.entry(digest.digest(head.result()))
 
 
-def stream_sealed(
+def stream_encrypted(
     tier: Tier,
     name: SnapshotName,
     rank: int,
@@ -101,23 +103,28 @@ def stream_sealed(
     head: bytes,
     num_bytes: int,
     blocks: Iterator[memoryview],
-    seal: SnapshotKey,
+    snapshot_key: SnapshotKey,
 ) -> FileEntry:
     """Encrypt and write as `shard_writer.write_stream`: `num_bytes` in all, head first."""
-    file = _SealedFile(name, rank, len(head), num_bytes, seal)
+    file = _EncryptedFile(name, rank, len(head), num_bytes, snapshot_key)
     passing = file.passing(head, blocks)
     tier.write(f"{name.folder}/{file.name}", passing, file.layout.stored_bytes)
     return file.entry(digest.digest(head))
 
 
-class _SealedFile:
+class _EncryptedFile:
     def __init__(
-        self, name: SnapshotName, rank: int, head_bytes: int, num_bytes: int, seal: SnapshotKey
+        self,
+        name: SnapshotName,
+        rank: int,
+        head_bytes: int,
+        num_bytes: int,
+        snapshot_key: SnapshotKey,
     ) -> None:
         self.name = names.shard_file_name(rank)
         self.layout = EncryptedLayout(head_bytes, num_bytes - head_bytes)
         self._sealer = Encryptor(
-            seal.key, ChunkPosition(seal.run, str(name), self.name), self.layout
+            snapshot_key.key, ChunkPosition(snapshot_key.run, str(name), self.name), self.layout
         )
         self._whole = digest.Running()
         self._behind = ""
@@ -210,7 +217,7 @@ class _SealedFile:
             fits = last + TAG_BYTES <= end
             room = last - first + TAG_BYTES
             target = into[first - at :][:room] if fits else memoryview(bytearray(room))
-            self._sealer.seal(first // each, body[first:last], target)
+            self._sealer.encrypt(first // each, body[first:last], target)
             if not fits:
                 copy_bytes(into[first - at : last - at], target[: last - first])
         return into
@@ -237,7 +244,7 @@ class _SealedFile:
                 done, filled = done + step, filled + step
                 if filled < size:
                     continue
-                self._sealer.seal(number, plain[:size], sealed[used : used + size + TAG_BYTES])
+                self._sealer.encrypt(number, plain[:size], sealed[used : used + size + TAG_BYTES])
                 number, filled, used = number + 1, 0, used + size
                 if used + layout.chunk_bytes > room:
                     yield sealed[:used]
@@ -252,7 +259,7 @@ class _SealedFile:
         for number in range(layout.num_body_chunks, layout.num_chunks):
             chunk = layout.chunk(number)
             at, end = chunk.first_byte, chunk.first_byte + chunk.num_bytes
-            self._sealer.seal(number, plain[at:end], found[at : end + TAG_BYTES])
+            self._sealer.encrypt(number, plain[at:end], found[at : end + TAG_BYTES])
         found[layout.head_bytes :] = self._sealer.tail()
         self._behind = digest.digest(found)
         return found

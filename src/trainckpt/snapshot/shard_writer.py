@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from trainckpt.errors import SaveFailed, UnusableSnapshot
 from trainckpt.format import digest, names
 from trainckpt.format.manifest import FileEntry
-from trainckpt.snapshot.encrypted_writer import stream_sealed, write_sealed
+from trainckpt.snapshot.encrypted_writer import stream_encrypted, write_encrypted
 from trainckpt.storage.file_io import address
 from trainckpt.storage.worker_pool import SerialWorker
 
@@ -60,7 +60,7 @@ def write_shard(
     shard: InMemory,
     *,
     copied: Iterable[int] = (),
-    seal: SnapshotKey | None = None,
+    snapshot_key: SnapshotKey | None = None,
     into: memoryview | None = None,
 ) -> FileEntry:
     """Write one shard file from memory into the snapshot's folder; durable on return.
@@ -71,16 +71,18 @@ def write_shard(
         tier, name, rank: The destination; tier None: only encrypt the file to `into`.
         shard: Complete once `copied` has ended.
         copied: Yields addresses in its memory; all bytes below are complete.
-        seal: The key to encrypt with; None: not encrypted.
+        snapshot_key: The key to encrypt with; None: not encrypted.
         into: Memory to keep the encrypted file in; None: do not keep it.
 
     Raises:
         SaveFailed: the run's record is gone from the tier (its directory vanished).
         TierUnavailable: the tier refused; nothing refers to the bytes written.
     """
-    if seal is not None:
+    if snapshot_key is not None:
         with _in_place(tier):
-            return write_sealed(tier, name, rank, shard, copied=copied, seal=seal, into=into)
+            return write_encrypted(
+                tier, name, rank, shard, copied=copied, snapshot_key=snapshot_key, into=into
+            )
     assert tier is not None
     file_name, head_bytes = names.shard_file_name(rank), shard.header.header_bytes
     num_bytes = len(shard.memory)
@@ -120,13 +122,19 @@ def write_stream(
     head: bytes,
     num_bytes: int,
     blocks: Iterator[memoryview],
-    seal: SnapshotKey | None = None,
+    snapshot_key: SnapshotKey | None = None,
 ) -> FileEntry:
     """Write a file from a stream of blocks, each valid only until the next; as `write_shard`."""
     with _in_place(tier):
-        if seal is not None:
-            return stream_sealed(
-                tier, name, rank, head=head, num_bytes=num_bytes, blocks=blocks, seal=seal
+        if snapshot_key is not None:
+            return stream_encrypted(
+                tier,
+                name,
+                rank,
+                head=head,
+                num_bytes=num_bytes,
+                blocks=blocks,
+                snapshot_key=snapshot_key,
             )
         file_name = names.shard_file_name(rank)
         tier.write(f"{name.folder}/{file_name}", blocks)

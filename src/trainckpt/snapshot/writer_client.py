@@ -81,13 +81,13 @@ class WriterClient:
         *,
         descriptor: int,
         copied: Iterable[int],
-        seal: SnapshotKey | None = None,
+        snapshot_key: SnapshotKey | None = None,
         into: tuple[int, int] | None = None,
     ) -> tuple[FileEntry, ShardHeader]:
         """Write as `write_shard`; the head is in the shard's memory too on return.
 
         Args:
-            tier, name, rank, shard, copied, seal: As there.
+            tier, name, rank, shard, copied, snapshot_key: As there.
             descriptor: Of the memory file behind `shard`.
             into: Descriptor and length of memory to keep the encrypted file in.
 
@@ -108,7 +108,7 @@ class WriterClient:
             "name": str(name),
             "rank": rank,
             "num_bytes": len(shard.memory),
-            "seal": seal and [seal.run, seal.key.hex()],
+            "seal": snapshot_key and [snapshot_key.run, snapshot_key.key.hex()],
             "into": into[1] if into is not None else 0,
         }
         try:

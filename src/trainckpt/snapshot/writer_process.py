@@ -233,12 +233,14 @@ class WriteProcess:
         assert name is not None
         shard, begin = MappedShardFile(self._header, data, self._digested), address(data) or 0
         copied = (begin + behind for behind in progress)
-        seal = (
+        snapshot_key = (
             SnapshotKey(body["seal"][0], bytes.fromhex(body["seal"][1])) if body["seal"] else None
         )
         root = body["root"]
         tier = self._tiers.setdefault(root, LocalTier(root)) if root is not None else None
-        file = write_shard(tier, name, rank, shard, copied=copied, seal=seal, into=into)
+        file = write_shard(
+            tier, name, rank, shard, copied=copied, snapshot_key=snapshot_key, into=into
+        )
         found = "".join(digest.compact(region.digest) for region in shard.header.regions)
         return {"file": file.to_json(), "digests": found}, shard.top
 

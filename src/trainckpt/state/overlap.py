@@ -78,7 +78,7 @@ class OverlappedCopy:
         pieces: In the order of their target addresses.
         proves: Compare copies and live tensors with their state at the boundary.
         num_threads: Number of copying threads, including the caller of `run`.
-        side: Copies from a GPU.
+        device_copier: Copies from a GPU.
 
     Attributes:
         changed: Names of tensors written to meanwhile; complete once `run` has ended.
@@ -90,16 +90,16 @@ class OverlappedCopy:
         *,
         proves: bool,
         num_threads: int = 1,
-        side: DeviceCopier | None = None,
+        device_copier: DeviceCopier | None = None,
     ) -> None:
-        self._side = side = side or DeviceCopier()
+        self._device_copier = device_copier = device_copier or DeviceCopier()
         self.proves = proves
         self.changed: list[str] = []
         self._pieces = pieces
         self._versions = [piece.source._version for piece in pieces]
-        by_device = [piece for piece in pieces if side.takes(piece.source, piece.target)]
+        by_device = [piece for piece in pieces if device_copier.takes(piece.source, piece.target)]
         self._on_device = {piece.target for piece in by_device}
-        self._flight = side.start([(piece.target, piece.source) for piece in by_device])
+        self._flight = device_copier.start([(piece.target, piece.source) for piece in by_device])
         on_host = [piece for piece in pieces if piece.target not in self._on_device]
         self._digests: dict[int, bytes] = {}
         if proves:
@@ -179,7 +179,7 @@ class OverlappedCopy:
 
     def _is_as_it_was(self, piece: PendingCopy) -> bool:
         if piece.target in self._on_device:
-            return self._side.proves(piece.target, piece.source)
+            return self._device_copier.proves(piece.target, piece.source)
         was = self._digests[piece.target]
         live = piece.source.data_ptr()
         return all(_digest(address, piece.num_bytes) == was for address in (piece.target, live))
@@ -230,11 +230,11 @@ class StepFence:
     def __init__(
         self,
         on_step: Callable[[torch.optim.Optimizer], None] = lambda _: None,
-        side: DeviceCopier | None = None,
+        device_copier: DeviceCopier | None = None,
     ) -> None:
         """Install the hook. It calls `on_step` with the optimizer, after any wait."""
         self._overlapped: OverlappedCopy | None = None
-        self._on_step, self._side = on_step, side or DeviceCopier()
+        self._on_step, self._device_copier = on_step, device_copier or DeviceCopier()
         self._handle = register_optimizer_step_pre_hook(untraced(self._before_step))
 
     def guard(self, overlapped: OverlappedCopy) -> None:
@@ -257,7 +257,7 @@ class StepFence:
         self._handle.remove()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if self._side.is_recording():  # no step yet, but replayed steps will call no hook
+        if self._device_copier.is_recording():  # no step yet, but replayed steps will call no hook
             if self._overlapped is not None:
                 self._overlapped.distrust()
             return

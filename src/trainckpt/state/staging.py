@@ -56,7 +56,7 @@ TYPES = {name: dtype for dtype, name in _NAMES.items()}  # safetensors type -> t
 STREAM_BYTES = 16 << 20
 SMALL_BYTES = 64 << 10  # up to this size memmove beats the setup of a torch copy
 CACHED_BYTES = 256 << 10  # a power of two, like blocks; fits twice into a core's own cache
-_NO_SIDE = DeviceCopier()
+_NO_DEVICE = DeviceCopier()
 
 
 @dataclass
@@ -204,7 +204,7 @@ def stage(
     memory: Callable[[int], memoryview] | None = None,
     references: Mapping[str, str] | None = None,
     later: Collection[str] = (),
-    side: DeviceCopier | None = None,
+    device_copier: DeviceCopier | None = None,
     digests: bool = False,
     direct: DirectCopies | None = None,
 ) -> Shard:
@@ -217,14 +217,14 @@ def stage(
             None: fresh memory of this process.
         references: Regions not copied, since an older file has their bytes.
         later: Tensors not copied yet, but listed in the shard's `rest`.
-        side: Copies from a GPU. None: no GPU copies.
+        device_copier: Copies from a GPU. None: no GPU copies.
         digests: Also digest the regions copied by this thread, while they are in a cache. It
             slows this thread: for hosts with no free core.
         direct: The small copies of earlier saves, planned once.
     """
     header = _laid_out(tuple(regions), rank, world, tuple((references or {}).items()))
-    side = side or _NO_SIDE
-    side.settle()
+    device_copier = device_copier or _NO_DEVICE
+    device_copier.settle()
     size = header.header_bytes + header.data_bytes
     shard = Shard(header, (memory or private_memory)(size))
     begin = torch.frombuffer(shard.data, dtype=torch.uint8).data_ptr() if len(shard.data) else 0
@@ -237,9 +237,11 @@ def stage(
         if not region.num_bytes:
             continue
         source, target = source_of(captured, region), begin + region.first_byte
-        is_taken = side.takes(source, target)
+        is_taken = device_copier.takes(source, target)
         is_run = source.is_cpu and source.is_contiguous()
-        if region.tensor in later and (not side.is_replayed if is_taken else source.is_cpu):
+        if region.tensor in later and (
+            not device_copier.is_replayed if is_taken else source.is_cpu
+        ):
             shard.rest.append(PendingCopy(region.tensor, source, target))
         elif is_taken:
             by_device.append((target, source))
@@ -249,7 +251,7 @@ def stage(
             shard.digests[region.key] = _copied(target, source)
         else:
             _place(shard.data, region).copy_(source)
-    side.copy(by_device)
+    device_copier.copy(by_device)
     return shard
 
 

@@ -124,8 +124,8 @@ class StepState:
 class HostBuffers:
     """Two host buffers filled in turn, registered for the GPU."""
 
-    def __init__(self, side: DeviceCopier) -> None:
-        self._side = side
+    def __init__(self, device_copier: DeviceCopier) -> None:
+        self._device_copier = device_copier
         self._memory = [memoryview(b"")] * 2
         self._turn = 0
 
@@ -134,41 +134,41 @@ class HostBuffers:
         self._turn = 1 - self._turn
         memory = self._memory[self._turn]
         if len(memory) < num_bytes:
-            self._side.keep(memory, 0)
+            self._device_copier.keep(memory, 0)
             memory = self._memory[self._turn] = private_memory(num_bytes)
-        self._side.register(memory)
+        self._device_copier.register(memory)
         return torch.frombuffer(memory, dtype=torch.uint8) if len(memory) else _no_bytes()
 
     def close(self) -> None:
         """Unregister and release the memory."""
-        self._side.close()
+        self._device_copier.close()
         self._memory = [memoryview(b"")] * 2
 
 
 class HostCopies:
     """Copies of tensors as of a boundary; those of GPU tensors lie on the host."""
 
-    def __init__(self, side: DeviceCopier) -> None:
-        self._side, self._buffers = side, HostBuffers(side)
+    def __init__(self, device_copier: DeviceCopier) -> None:
+        self._device_copier, self._buffers = device_copier, HostBuffers(device_copier)
 
     def make(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return a copy of each. GPU copies overwrite those of the call before last."""
-        on_device = {n: t for n, t in tensors.items() if t.device.type == self._side.kind}
+        on_device = {n: t for n, t in tensors.items() if t.device.type == self._device_copier.kind}
         copies = {n: t.clone() for n, t in tensors.items() if n not in on_device}
         if not on_device:
             return copies
-        self._side.use(on_device.values())
+        self._device_copier.use(on_device.values())
         memory = self._buffers.next(sum(_padded(t.nbytes) for t in on_device.values()))
         first, by_device = 0, []
         for name, tensor in on_device.items():
             place = memory[first : first + tensor.nbytes]
             copies[name] = place.view(tensor.dtype).view(tensor.shape)
-            if tensor.nbytes and self._side.takes(tensor, place.data_ptr()):
+            if tensor.nbytes and self._device_copier.takes(tensor, place.data_ptr()):
                 by_device.append((place.data_ptr(), tensor))
             else:
                 copies[name].copy_(tensor)
             first += _padded(tensor.nbytes)
-        self._side.copy(by_device)
+        self._device_copier.copy(by_device)
         return copies
 
     def close(self) -> None:
@@ -179,8 +179,8 @@ class HostCopies:
 class ShareCopies:
     """Copies of the shares of large tensors, made during training."""
 
-    def __init__(self, side: DeviceCopier) -> None:
-        self._side, self._buffers = side, HostBuffers(side)
+    def __init__(self, device_copier: DeviceCopier) -> None:
+        self._device_copier, self._buffers = device_copier, HostBuffers(device_copier)
 
     def begin(
         self, captured: Captured, regions: Collection[Region], *, proves: bool, num_threads: int
@@ -189,7 +189,7 @@ class ShareCopies:
 
         They overwrite the copies of the call before last. GPU copies begin at once.
         """
-        self._side.use(captured.tensors[region.tensor] for region in regions)
+        self._device_copier.use(captured.tensors[region.tensor] for region in regions)
         memory = self._buffers.next(sum(_padded(region.num_bytes) for region in regions))
         copied: dict[str, torch.Tensor] = {}
         pieces, first = [], 0
@@ -199,7 +199,9 @@ class ShareCopies:
             source = staging.source_of(captured, region)
             pieces.append(PendingCopy(region.tensor, source, place.data_ptr()))
             first += _padded(region.num_bytes)
-        overlapped = OverlappedCopy(pieces, proves=proves, num_threads=num_threads, side=self._side)
+        overlapped = OverlappedCopy(
+            pieces, proves=proves, num_threads=num_threads, device_copier=self._device_copier
+        )
         return copied, overlapped
 
     def close(self) -> None:

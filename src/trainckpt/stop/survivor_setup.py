@@ -102,7 +102,7 @@ def set_up(
     hard_exit: Callable[[str], object],
     hosts: Sequence[str],
     status_writer: RankStatusWriter,
-    seals: SnapshotEncryption | None = None,
+    encryption: SnapshotEncryption | None = None,
 ) -> SurvivorSetup | None:
     """Set up this rank's part; return None if the options ask for nothing. Every rank calls it.
 
@@ -115,7 +115,7 @@ def set_up(
         hosts: Host of every rank.
         status_writer: Reports to this host's supervisor, since that would soon end the ranks after
             another died.
-        seals: Encryption of the snapshots; None: not encrypted.
+        encryption: Encryption of the snapshots; None: not encrypted.
     """
     spec, after_s = options.redundancy, options.survivors.seconds
     keeps = spec.kind != NOTHING
@@ -134,7 +134,7 @@ def set_up(
         facts=defaults,
         moments=moments,
         sequence=lambda: saver.sequence,
-        seals=seals,
+        encryption=encryption,
         waits_for_own=small is None,
     )
     if channel.world.rank == 0:

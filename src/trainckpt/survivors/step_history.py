@@ -208,7 +208,7 @@ class StepHistory:
         small: PartnerStateExchange | None,
         num_threads: int = 1,
         *,
-        side: DeviceCopier | None = None,
+        device_copier: DeviceCopier | None = None,
     ) -> None:
         """Hook every optimizer's step.
 
@@ -217,7 +217,7 @@ class StepHistory:
             channel: Fresh keys.
             small: Passes each rank's own state to its partner; None: there are no partners.
             num_threads: That copy beside training.
-            side: Copies from a GPU; no other part of the attempt uses it.
+            device_copier: Copies from a GPU; no other part of the attempt uses it.
         """
         self.replicated: ReplicatedState | None = None
         self.progress, self.why_off = 0, ""
@@ -225,9 +225,9 @@ class StepHistory:
         self._num_threads = num_threads
         self._world, self._rank = channel.world.size, channel.world.rank
         self._states: list[StepState] = []  # the newest last, two at most
-        self._side = side = side or DeviceCopier()
-        self._shares_copied, self._copies = ShareCopies(side), HostCopies(side)
-        side.look_for_recorded()
+        self._device_copier = device_copier = device_copier or DeviceCopier()
+        self._shares_copied, self._copies = ShareCopies(device_copier), HostCopies(device_copier)
+        device_copier.look_for_recorded()
         self._shares: tuple[ReplicatedState | None, list[Region]] = None, []
         self._excluded: set[str] = set()
         self._number = self._compared = 0
@@ -239,7 +239,7 @@ class StepHistory:
         """Record the state at a window's beginning, on all ranks. Collective as `capture` is."""
         if self.why_off or not self._wait_until_safe():
             return None
-        if self._side.is_replayed:
+        if self._device_copier.is_replayed:
             return self._turn_off("a CUDA graph takes the steps, and calls no hooks")
         while True:  # the newest is safe, and the older one's memory is reused
             self._block_while_frozen()
@@ -279,7 +279,7 @@ class StepHistory:
         That work may include a collective that never ends. Work queued before the newest state is
         done, as `capture` waits for it.
         """
-        return self._side.apart()
+        return self._device_copier.apart()
 
     @property
     def is_live(self) -> bool:
@@ -311,7 +311,9 @@ class StepHistory:
             self._turn_off("the state is sharded; the newest replicated snapshot will stand")
             return None
         self._number += 1
-        stepped = only_stepped(captured, self._registry, (self._side.kind,)) - self._excluded
+        stepped = (
+            only_stepped(captured, self._registry, (self._device_copier.kind,)) - self._excluded
+        )
         replicated = self._find_replicated(captured, stepped)
         moment = StepState(
             cursor,
@@ -370,7 +372,7 @@ class StepHistory:
 
     def _before_step(self, *_: object) -> None:
         """Run on the training thread, before any optimizer of this process steps."""
-        if self._side.is_recording():  # no step yet; the next `note` turns this off
+        if self._device_copier.is_recording():  # no step yet; the next `note` turns this off
             return
         if self.why_off or not self.is_live or not self._wait_until_safe():
             return

@@ -83,7 +83,7 @@ class SurvivorSave:
         facts: ManifestDefaults,
         moments: StepHistory,
         sequence: Callable[[], int],
-        seals: SnapshotEncryption | None = None,
+        encryption: SnapshotEncryption | None = None,
         waits_for_own: bool,
     ) -> None:
         """Prepare; no file is written before `save`.
@@ -94,12 +94,12 @@ class SurvivorSave:
             facts: Constants of every manifest of this attempt.
             moments: The step history.
             sequence: Returns the number of the last save that was begun.
-            seals: Encrypts the snapshot; None: it is not encrypted.
+            encryption: Encrypts the snapshot; None: it is not encrypted.
             waits_for_own: There are no copies: a step that was begun must end first.
         """
         self.moments = moments
         self._tier, self._rank, self._world, self._facts = tier, rank, world, facts
-        self._sequence, self._waits, self._encryption = sequence, waits_for_own, seals
+        self._sequence, self._waits, self._encryption = sequence, waits_for_own, encryption
         self._folder = f"{names.SURVIVORS}/{facts.attempt}"
         self._once = threading.Lock()
         self._done = False
@@ -199,7 +199,7 @@ class SurvivorSave:
     def _write(self, name: SnapshotName, decision: SurvivorDecision, moment: StepState) -> None:
         alike, wrote = self.moments.replicated, {}
         assert alike is not None
-        seal = self._encryption.begin(name) if self._encryption else None
+        snapshot_key = self._encryption.begin(name) if self._encryption else None
         for owner, writer in enumerate(decision.writers):
             if writer != self._rank:
                 continue
@@ -208,7 +208,9 @@ class SurvivorSave:
                 _ = moment.small.head
                 small = moment.small.memory
             shard, entries = moment.file_of(owner, self._world, alike.share(owner), small)
-            found: Any = write_shard(self._tier, name, owner, shard, seal=seal).to_json()
+            found: Any = write_shard(
+                self._tier, name, owner, shard, snapshot_key=snapshot_key
+            ).to_json()
             if self._encryption is not None:  # it has a digest of the content
                 found = self._encryption.encrypt_message(name, found)
             wrote[str(owner)] = {"receipt": found, "table": table_to_json(entries)}
