@@ -94,7 +94,7 @@ class Checkpointer:
     def _set_up(self, run: Any, loader: Any, keywords: dict[str, Any]) -> None:
         self.options = read_options({name: keywords.pop(name, None) for name in TABLE})
         shield_all_loaders()
-        self._tier = run_url.open_place(run)
+        self._tier = run_url.open_run_tier(run)
         slower = open_slower(self.options.tiers, self.options.durable, self._tier)
         self._world = current_world()
         data_world = pop_data_world(keywords)

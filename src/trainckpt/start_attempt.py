@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     from trainckpt.state.registry import Registry
     from trainckpt.stop.notice_listener import NoticeListener
     from trainckpt.stop.survivor_setup import SurvivorSetup
-    from trainckpt.storage.base import Place
+    from trainckpt.storage.base import RunTier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class RankContext:
     """
 
     options: Options
-    tier: Place
+    tier: RunTier
     world: World
     registry: Registry
     position: ProgressCounter

@@ -105,7 +105,7 @@ HANGS = """
     def hangs(*_):
         kill(*numbers)
         threading.Event().wait(100)
-    run_url.open_place = hangs
+    run_url.open_run_tier = hangs
 """
 
 

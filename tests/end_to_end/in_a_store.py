@@ -21,7 +21,7 @@ from tests.end_to_end import ranks
 from trainckpt import Checkpointer
 from trainckpt.errors import TrainckptError
 from trainckpt.format import names
-from trainckpt.run_directory.run_url import open_place
+from trainckpt.run_directory.run_url import open_run_tier
 from trainckpt.storage.shared_memory import ROOT_VARIABLE
 
 assert s3fs
@@ -69,7 +69,7 @@ def train_until_killed(rank, environment, place, world, micro_batches, options):
 
 def wait_for_snapshot(url):
     """Until a manifest is there."""
-    tier = open_place(url)
+    tier = open_run_tier(url)
     while not any(
         tier.size(f"{names.SNAPSHOTS}/{name}/{names.MANIFEST}")
         for name in tier.list(names.SNAPSHOTS)

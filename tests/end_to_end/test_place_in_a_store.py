@@ -112,7 +112,7 @@ def test_training_goes_on_while_the_store_does_not_answer(rclone_server, at, cap
     with proxy(rclone_server.port) as between:
         at(rclone_server, between.port)
         attempt("s3://bucket/patient", inside=inside)
-        tier = run_url.open_place("s3://bucket/patient")
+        tier = run_url.open_run_tier("s3://bucket/patient")
         assert refused
         assert healed == [0], "training waited until a call was given up"
         assert usable(tier)[-1].startswith("s5~")
@@ -136,7 +136,7 @@ def test_a_dead_store_is_69_and_a_wrong_name_is_no_empty_place(rclone_server, at
 
 def test_a_live_run_is_found_paused_and_looked_at(server, rclone_server, at, capsys):
     at(rclone_server)
-    url, tier = "s3://bucket/paused", run_url.open_place("s3://bucket/paused")
+    url, tier = "s3://bucket/paused", run_url.open_run_tier("s3://bucket/paused")
     with warm.Told(server, ["-c", PAUSED, url], cwd=HERE) as process:
         wait_until(
             lambda: (
@@ -172,7 +172,7 @@ def test_the_example_is_exact_in_a_store(server, tmp_path, rclone_server, at):
         wait_until(lambda: lines.exists() and lines.read_bytes().count(b"\n") >= 10, process)
         process.send_signal(signal.SIGTERM)
         assert process.wait(HANG_S) == 75
-    assert len(usable(run_url.open_place(url))) > 0
+    assert len(usable(run_url.open_run_tier(url))) > 0
     with start(traces[1], url) as again, start(tmp_path / "straight", tmp_path / "run") as straight:
         assert (again.wait(HANG_S), straight.wait(HANG_S)) == (0, 0)
     said = [json.loads(line) for line in (traces[1] / "attempts.jsonl").read_text().splitlines()]
@@ -184,7 +184,7 @@ def test_the_example_is_exact_in_a_store(server, tmp_path, rclone_server, at):
 
 def test_notices_in_a_store_are_found_once_and_what_is_none_stops_nobody(rclone_server, at):
     at(rclone_server)
-    tier, said = run_url.open_place("s3://bucket/notices"), []
+    tier, said = run_url.open_run_tier("s3://bucket/notices"), []
     notices = StoredNotices(tier, 2, said.append)
     notices.look()
     assert (notices.poll(), said) == ([], [])

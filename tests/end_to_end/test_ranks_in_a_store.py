@@ -26,7 +26,7 @@ NOWHERE = {"TRAINCKPT_MEMORY": "none"}
 
 
 def newest(url):
-    tier = run_url.open_place(url)
+    tier = run_url.open_run_tier(url)
     found = read_catalog(tier, attempt_history.run_id(tier), attempt_history.read_attempts(tier))
     return next(c.manifest for c in found if c.usable)
 
@@ -94,11 +94,11 @@ def test_two_ranks_are_killed_and_go_on_from_azure_with_a_copy_at_google(
         assert losses == {at: loss for at, loss in straight[rank].items() if at in losses}
         assert len(losses) == 2 * (5 - step)
     assert newest(url).name == newest("gs://bucket/killed").name
-    record = attempt_history.read_attempts(run_url.open_place(url))[2]
+    record = attempt_history.read_attempts(run_url.open_run_tier(url))[2]
     assert record.outcome["tiers"] == ["local", "gs"]
     for name in ("az", "gs"):
-        for key in run_url.open_place(f"{name}://bucket/killed").list("attempts"):
-            stored = run_url.open_place(f"{name}://bucket/killed").read(
+        for key in run_url.open_run_tier(f"{name}://bucket/killed").list("attempts"):
+            stored = run_url.open_run_tier(f"{name}://bucket/killed").read(
                 f"attempts/{key}", max_bytes=1 << 20
             )
             assert ACCOUNT_KEY.encode() not in stored
@@ -111,7 +111,7 @@ def test_two_ranks_flow_to_a_store_and_go_on_from_it_when_their_place_is_lost(
     url, environment = "s3://bucket/two-slower", rclone_server.environment()
     run, options = str(tmp_path / "run"), {"tiers": url}
     first = run_ranks(in_a_store.train, 2, environment, run, 2, 3, options)
-    assert attempt_history.read_attempts(run_url.open_place(run))[1].outcome["tiers"] == [
+    assert attempt_history.read_attempts(run_url.open_run_tier(run))[1].outcome["tiers"] == [
         "local",
         "s3",
     ]

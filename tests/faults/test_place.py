@@ -293,13 +293,13 @@ def test_a_place_that_is_ill_is_unavailable(tmp_path, disk):
 
 def test_a_run_can_be_named_by_the_launcher(tmp_path, monkeypatch):
     monkeypatch.setenv("TRAINCKPT_RUN", str(tmp_path / "named"))
-    assert places.open_place(None).root == tmp_path / "named"
-    assert places.open_place(tmp_path / "own").root == tmp_path / "own"
+    assert places.open_run_tier(None).root == tmp_path / "named"
+    assert places.open_run_tier(tmp_path / "own").root == tmp_path / "own"
 
 
 def test_a_run_that_nobody_named_is_refused_with_both_ways_to_name_it():
-    with pytest.raises(ConfigurationError, match="no place") as caught:
-        places.open_place(None)
+    with pytest.raises(ConfigurationError, match="no run directory") as caught:
+        places.open_run_tier(None)
     assert 'Checkpointer("runs/x"' in caught.value.hint
     assert "trainckpt run --run" in caught.value.hint
 

@@ -146,7 +146,7 @@ def newer(one, other):
 
 def nothing_is_wrong_with(url, server):
     """Whatever is listed is whole, and no parts are left of anything."""
-    tier = run_url.open_place(url)
+    tier = run_url.open_run_tier(url)
     found = read_catalog(tier, attempt_history.run_id(tier), attempt_history.read_attempts(tier))
     whole = [c for c in found if c.usable]
     assert whole
@@ -160,13 +160,13 @@ def test_a_run_in_a_store_trains_through_all_its_troubles(server):
     saved = train_through(server, "s3://bucket/run", keep_last=99)
     newest = nothing_is_wrong_with("s3://bucket/run", server)
     assert newest not in saved
-    tier = run_url.open_place("s3://bucket/run")
+    tier = run_url.open_run_tier("s3://bucket/run")
     assert attempt_history.read_attempts(tier)[1].outcome["outcome"] == "finished"
 
 
 def test_a_run_beside_a_store_trains_through_all_its_troubles(server, tmp_path):
     train_through(server, tmp_path / "run", tiers="s3://bucket/slower")
     newest = nothing_is_wrong_with("s3://bucket/slower", server)
-    told = attempt_history.read_attempts(run_url.open_place(tmp_path / "run"))[1]
+    told = attempt_history.read_attempts(run_url.open_run_tier(tmp_path / "run"))[1]
     assert told.outcome["tiers"] == ["local", "s3"]
     assert newest == told.newest_commit

@@ -72,7 +72,7 @@ def run_names(data):
 
 def run_place(data):
     text = text_of(data)
-    tier = run_url.open_place(text)
+    tier = run_url.open_run_tier(text)
     assert "\0" not in tier.url, "a place nobody can open"
 
 

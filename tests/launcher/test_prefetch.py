@@ -93,7 +93,7 @@ def test_a_file_is_opened_once_however_many_parts_it_is_read_in(crashed_run, mon
             opened.append((path.name, direct))
             return super().open_to_read(path, direct=direct)
 
-    monkeypatch.setattr(run_url, "open_other_place", lambda at: LocalTier(at, Counting()))
+    monkeypatch.setattr(run_url, "open_tier_at", lambda at: LocalTier(at, Counting()))
     monkeypatch.setattr(fetch, "GENTLE_BYTES", PAGE_BYTES)
     assert prefetch.main([str(crashed_run)]) == 0
     shards = [each for each in opened if each[0].endswith(".safetensors")]

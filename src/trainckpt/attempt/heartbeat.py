@@ -26,7 +26,7 @@ from trainckpt.storage.local import LocalTier
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from trainckpt.storage.base import Place
+    from trainckpt.storage.base import RunTier
 
 
 def is_alive(pid: int) -> bool:
@@ -65,7 +65,7 @@ _NO_FOLLOW = (
 class Heartbeat:
     """Sequence of calls: `start`, then `stop` at the attempt's end, in the same process."""
 
-    def __init__(self, tier: Place, attempt: int, *, every_s: float = BEAT_EVERY_S) -> None:
+    def __init__(self, tier: RunTier, attempt: int, *, every_s: float = BEAT_EVERY_S) -> None:
         self._tier, self._key = tier, key_of(attempt)
         self._every_s = every_s
         self._stopping = threading.Event()
@@ -131,7 +131,7 @@ def path_of(tier: LocalTier, attempt: int) -> Path:
     return tier.root / key_of(attempt)
 
 
-def age_s(tier: Place, attempt: int) -> float | None:
+def age_s(tier: RunTier, attempt: int) -> float | None:
     """Return the seconds since the last beat, by the file system's clock; None if there is no file.
 
     On a read-only mount this host's clock has to do. An object store sends its time with every
@@ -151,7 +151,7 @@ def age_s(tier: Place, attempt: int) -> float | None:
         os.close(descriptor)
 
 
-def attempt_is_alive(tier: Place, attempt: int) -> bool:
+def attempt_is_alive(tier: RunTier, attempt: int) -> bool:
     """Return True if the attempt's heartbeat is less than 15 s old."""
     age = age_s(tier, attempt)
     return age is not None and age < ALIVE_S

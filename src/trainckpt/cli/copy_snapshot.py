@@ -40,11 +40,11 @@ def execute_flush(arguments: argparse.Namespace) -> int:
     everywhere = run_tiers.open_everywhere(split_target(arguments.target)[0])
     if arguments.to:
         return _copy(arguments, everywhere, [everywhere.tier(arguments.to)], everywhere.tiers, {})
-    slower_tiers = [tier for tier in everywhere.tiers if tier is not everywhere.place]
+    slower_tiers = [tier for tier in everywhere.tiers if tier is not everywhere.run_tier]
     targets = [*slower_tiers, *everywhere.empty]
     if not targets and not everywhere.silent:
         raise ConfigurationError(
-            f"{everywhere.place.url} has no slower tier",
+            f"{everywhere.run_tier.url} has no slower tier",
             hint="name one: --to URL, or the option tiers",
         )
     return _copy(arguments, everywhere, targets, everywhere.tiers, everywhere.silent)
@@ -67,7 +67,7 @@ def execute_fetch(arguments: argparse.Namespace) -> int:
     named_urls = [source] if source and "/" in source else []
     everywhere = run_tiers.open_everywhere(split_target(arguments.target)[0], *named_urls)
     sources = (everywhere.holding(source),) if source else everywhere.tiers
-    return _copy(arguments, everywhere, [everywhere.place], sources, {})
+    return _copy(arguments, everywhere, [everywhere.run_tier], sources, {})
 
 
 def _copy(
@@ -89,7 +89,7 @@ def _copy(
         moved = [run_tiers.move(everywhere, manifest, t, sources, advance) for t in targets]
     if arguments.json:
         rows = [{**asdict(row), "bytes": row.num_bytes} for row in moved]
-        document = {"run": everywhere.place.url, "snapshot": str(manifest.name), "tiers": rows}
+        document = {"run": everywhere.run_tier.url, "snapshot": str(manifest.name), "tiers": rows}
         output.document({**document, "silent": dict(silent)})
     else:
         for row in moved:
@@ -104,10 +104,10 @@ def _manifest(everywhere: RunTiers, wanted: str, sources: Sequence[Tier]) -> Man
     if DumpName.parse(wanted) is not None:
         raise ConfigurationError(
             f"{wanted} is a process dump, which stays in the run's directory on its host",
-            hint=f"name a snapshot of `trainckpt list {everywhere.place.url}`",
+            hint=f"name a snapshot of `trainckpt list {everywhere.run_tier.url}`",
         )
     candidates = catalog.read_copies(sources, everywhere.run, everywhere.records)
-    candidate = catalog.find(candidates, wanted, everywhere.place.url)
+    candidate = catalog.find(candidates, wanted, everywhere.run_tier.url)
     if candidate.manifest is None or (not candidate.usable and not candidate.tiers):
-        raise candidate.refusal(everywhere.place.url)
+        raise candidate.refusal(everywhere.run_tier.url)
     return candidate.manifest

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from trainckpt.format.attempt_record import AttemptRecord
-    from trainckpt.storage.base import Place, Tier
+    from trainckpt.storage.base import RunTier, Tier
     from trainckpt.storage.fs_probe import Capabilities
 
 FAILED = 1
@@ -91,10 +91,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Print every check; 1 if one that is needed fails."""
-    place = run_url.open_place(arguments.run) if arguments.run else None
+    run_tier = run_url.open_run_tier(arguments.run) if arguments.run else None
     checks = list(check_host())
-    if place is not None:
-        checks += [*check_place(place), *check_tiers(place)]
+    if run_tier is not None:
+        checks += [*check_place(run_tier), *check_tiers(run_tier)]
     missing = [check.name for check in checks if check.needed and not check.ok]
     if arguments.json:
         rows = [{**asdict(check), "cure": "" if check.ok else check.cure} for check in checks]
@@ -355,7 +355,7 @@ def of_gpus(machine: gpu_state.Machine, environment: Mapping[str, str] = os.envi
 PLACE = "run's place"
 
 
-def check_place(tier: Place) -> Iterator[DoctorCheck]:
+def check_place(tier: RunTier) -> Iterator[DoctorCheck]:
     """Yield checks of the run directory or store, and of its contents."""
     if not isinstance(tier, LocalTier):
         checks = _check_store_place(tier)
@@ -418,7 +418,7 @@ def _check_calls(tier: ObjectStoreTier, name: str = "calls to the store") -> Doc
     return DoctorCheck(name, status.state == CLOSED, value, "see whether it can be reached")
 
 
-def _check_run(tier: Place, free_bytes: int) -> Iterator[DoctorCheck]:
+def _check_run(tier: RunTier, free_bytes: int) -> Iterator[DoctorCheck]:
     """Check the run in this place, if any, and the room for its next snapshots."""
     try:
         run = attempt_history.run_id(tier)
@@ -447,7 +447,7 @@ def _check_run(tier: Place, free_bytes: int) -> Iterator[DoctorCheck]:
     yield _fine("live attempt", _live_attempt(tier))
 
 
-def _live_attempt(tier: Place) -> str:
+def _live_attempt(tier: RunTier) -> str:
     for number, record in sorted(attempt_history.read_attempts(tier).items(), reverse=True):
         age = None if record.outcome else heartbeat.age_s(tier, number)
         if age is not None and age < heartbeat.ALIVE_S:
@@ -461,15 +461,15 @@ def _live_attempt(tier: Place) -> str:
 TIER_CURE = "see whether it can be reached, and written, from here"
 
 
-def check_tiers(place: Place) -> Iterator[DoctorCheck]:
+def check_tiers(run_tier: RunTier) -> Iterator[DoctorCheck]:
     """Yield each tier's speed, its calls if it is a store, and the run's trouble with it."""
     try:
-        records = attempt_history.read_attempts(place)
+        records = attempt_history.read_attempts(run_tier)
     except (TrainckptError, OSError):
         records = {}  # the place's own checks say so
     try:
-        slower = open_slower(read_options({}).tiers, None, place).tiers
-        recorded_tiers, unknown = recorded(records, place, slower)
+        slower = open_slower(read_options({}).tiers, None, run_tier).tiers
+        recorded_tiers, unknown = recorded(records, run_tier, slower)
     except TrainckptError as error:
         yield _refused("tiers", error, needed=False)
         return

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from trainckpt.format.dump import DumpName, DumpRecord
     from trainckpt.launcher.signal_policy import Inbox
     from trainckpt.launcher.supervise import RunResult
-    from trainckpt.storage.base import Place, Tier
+    from trainckpt.storage.base import RunTier, Tier
 
 
 # ---- dumps in a run directory, and why one cannot be restored
@@ -142,7 +142,7 @@ def dumpable(arguments: argparse.Namespace, say: Callable[[str], object]) -> Dum
 
 
 def restored(
-    tier: Place,
+    tier: RunTier,
     arguments: argparse.Namespace,
     command: tuple[list[str], str, int],
     inbox: Inbox,
@@ -233,7 +233,7 @@ def named_tiers(arguments: argparse.Namespace) -> list[str]:
 def remind(run: str) -> None:
     """Say that a dump is there from which this launch does not go on: its script may be another."""
     with contextlib.suppress(TrainckptError):
-        tier = run_url.open_place(run)
+        tier = run_url.open_run_tier(run)
         newest = next(iter(dumps_of(tier)), None)
         if newest is not None and not newest.reason:
             _say(
@@ -242,7 +242,7 @@ def remind(run: str) -> None:
             )
 
 
-def _newest(tier: Place) -> DumpRecord | None:
+def _newest(tier: RunTier) -> DumpRecord | None:
     """Return the dump to restore, and report why not a newer one; None: there is none.
 
     Raises:

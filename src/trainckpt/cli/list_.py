@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainckpt.format.attempt_record import AttemptRecord
     from trainckpt.format.manifest import Manifest
     from trainckpt.snapshot.catalog import Candidate
-    from trainckpt.storage.base import Place
+    from trainckpt.storage.base import RunTier
 
 ATTEMPT_COLUMNS = (
     "attempt",
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Print the candidates, newest first."""
-    tier = run_url.open_place(arguments.run)
+    tier = run_url.open_run_tier(arguments.run)
     everywhere = open_everywhere(arguments.run)
     candidates, dumps = everywhere.candidates(), dumps_of(tier)
     tiers = tier_status.statuses(everywhere, candidates)
@@ -155,13 +155,13 @@ def _row(candidate: Candidate) -> tuple[str, ...]:
     return (name.id, str(name), str(name.step), str(name.micro), *facts, usable_text)
 
 
-def _attempts(tier: Place) -> list[dict[str, Any]]:
+def _attempts(tier: RunTier) -> list[dict[str, Any]]:
     """Return the attempts' records, newest first; for those without an outcome, the live ranks."""
     records = attempt_history.read_attempts(tier)
     return [_attempt(tier, records[number]) for number in sorted(records, reverse=True)]
 
 
-def _attempt(tier: Place, record: AttemptRecord) -> dict[str, Any]:
+def _attempt(tier: RunTier, record: AttemptRecord) -> dict[str, Any]:
     outcome = record.outcome or {}
     age = None if record.outcome else heartbeat.age_s(tier, record.attempt)
     return {

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from trainckpt.storage.base import Place
+    from trainckpt.storage.base import RunTier
 
 REASON = "trainckpt pause"
 LOOK_EVERY_S, SAY_EVERY_S = 0.1, 10.0
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Tell the run to stop, wait, and report; 71 if it is not in time."""
-    tier = run_url.open_place(arguments.run)
+    tier = run_url.open_run_tier(arguments.run)
     live = find_live(tier)
     if arguments.dump or is_by_supervisor(live) or (arguments.deadline and can_be_dumped(live)):
         dumped = _dumped(tier, live, arguments)
@@ -111,7 +111,7 @@ def execute(arguments: argparse.Namespace) -> int:
     return report(tier, record, as_json=arguments.json)
 
 
-def find_live(tier: Place) -> AttemptRecord:
+def find_live(tier: RunTier) -> AttemptRecord:
     """Return the newest attempt without an end and with a recent heartbeat.
 
     Raises:
@@ -131,7 +131,7 @@ def find_live(tier: Place) -> AttemptRecord:
     )
 
 
-def report(tier: Place, record: AttemptRecord, *, as_json: bool) -> int:
+def report(tier: RunTier, record: AttemptRecord, *, as_json: bool) -> int:
     """Print how the attempt ended; returns the exit code."""
     outcome = dict(record.outcome or {})
     sentence, code, hint = _verdict(tier, record.attempt, outcome)
@@ -147,7 +147,7 @@ def report(tier: Place, record: AttemptRecord, *, as_json: bool) -> int:
     return code
 
 
-def _verdict(tier: Place, attempt: int, outcome: dict[str, Any]) -> tuple[str, int, str]:
+def _verdict(tier: RunTier, attempt: int, outcome: dict[str, Any]) -> tuple[str, int, str]:
     """Return a sentence, the exit code, and the next command."""
     ending, snapshot = outcome.get("outcome"), outcome.get("snapshot")
     lost, no_dump_reason = outcome.get("lost_micro_batches") or 0, outcome.get("no_dump")
@@ -181,7 +181,7 @@ def _verdict(tier: Place, attempt: int, outcome: dict[str, Any]) -> tuple[str, i
 
 
 def _dumped(
-    tier: Place, live: AttemptRecord, arguments: argparse.Namespace
+    tier: RunTier, live: AttemptRecord, arguments: argparse.Namespace
 ) -> AttemptRecord | None:
     """Ask the supervisor; the record of the attempt once it is dumped, None if the ranks are to
     stop by themselves.
@@ -216,7 +216,7 @@ def _dumped(
 
 
 def _tell(
-    tier: Place,
+    tier: RunTier,
     live: AttemptRecord,
     seconds_left: float | None,
     *,
@@ -268,7 +268,7 @@ def _hand_over(path: Path, owner: os.stat_result, else_mode: int) -> None:
         path.chmod(else_mode)
 
 
-def _wait(tier: Place, live: AttemptRecord, limit_s: float | None) -> AttemptRecord:
+def _wait(tier: RunTier, live: AttemptRecord, limit_s: float | None) -> AttemptRecord:
     """Wait for the attempt's end, and return its record.
 
     Raises:
@@ -301,7 +301,7 @@ def _wait(tier: Place, live: AttemptRecord, limit_s: float | None) -> AttemptRec
         time.sleep(LOOK_EVERY_S if isinstance(tier, LocalTier) else LISTEN_EVERY_S)
 
 
-def _late_outcome(tier: Place, live: AttemptRecord) -> AttemptRecord | None:
+def _late_outcome(tier: RunTier, live: AttemptRecord) -> AttemptRecord | None:
     """Return the record of an attempt without heartbeat once it has an outcome.
 
     None if the heart beats again.
@@ -322,13 +322,13 @@ def _late_outcome(tier: Place, live: AttemptRecord) -> AttemptRecord | None:
     return record
 
 
-def _wait_until_gone(tier: Place, attempt: int) -> None:
+def _wait_until_gone(tier: RunTier, attempt: int) -> None:
     deadline = time.monotonic() + LEAVE_WITHIN_S
     while heartbeat.age_s(tier, attempt) is not None and time.monotonic() < deadline:
         time.sleep(LOOK_EVERY_S)
 
 
-def _read(tier: Place, live: AttemptRecord) -> AttemptRecord:
+def _read(tier: RunTier, live: AttemptRecord) -> AttemptRecord:
     """Return the attempt's current record; the previous one while it is being replaced."""
     key = attempt_history.record_key(live.attempt)
     try:
@@ -368,7 +368,7 @@ def _launch(live: AttemptRecord) -> dict[str, Any]:
     return launch if isinstance(launch, dict) else {}
 
 
-def wait_for_answer(tier: Place, key: str, live: AttemptRecord) -> DumpAnswer:
+def wait_for_answer(tier: RunTier, key: str, live: AttemptRecord) -> DumpAnswer:
     """Return the supervisor's choice; a missing answer is a choice too."""
     start, within_s, reason = time.monotonic(), ANSWERS_WITHIN_S, ""
     while time.monotonic() < start + within_s:
@@ -393,7 +393,7 @@ def _why_nobody(live: AttemptRecord) -> str:
 
 
 def wait_for_dump(
-    tier: Place,
+    tier: RunTier,
     key: str,
     read: Callable[[], AttemptRecord],
     limit_s: float | None,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from trainckpt.format.attempt_record import AttemptRecord
     from trainckpt.run_directory.run_tiers import RunTiers
-    from trainckpt.storage.base import Place, Tier
+    from trainckpt.storage.base import RunTier, Tier
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,10 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Plan, delete, and say what went, where, why, and how many bytes that freed."""
-    place = run_url.open_place(arguments.run)
-    newest = attempt_history.newest(place)
+    run_tier = run_url.open_run_tier(arguments.run)
+    newest = attempt_history.newest(run_tier)
     everywhere = run_tiers.open_everywhere(arguments.run)
-    live = _live(place, everywhere.records)
+    live = _live(run_tier, everywhere.records)
     policy = _Policy(
         arguments.keep_last or _keep_last(everywhere.records),
         live,
@@ -75,19 +75,23 @@ def execute(arguments: argparse.Namespace) -> int:
         rows += tier_rows
         kept |= dict.fromkeys(kept_here)
         notes += [] if is_whole else [_INTERRUPTED]
-    if not arguments.dry_run and not live and everywhere.place in everywhere.tiers:
-        notes += _give_back_memory(place, everywhere)
+    if not arguments.dry_run and not live and everywhere.run_tier in everywhere.tiers:
+        notes += _give_back_memory(run_tier, everywhere)
     silent = {} if arguments.tier else everywhere.silent
     notes += [f"tier {name} was not pruned: {reason}" for name, reason in silent.items()]
     freed = sum(row["bytes"] for row in rows)
     if arguments.json:
-        document = {"run": place.url, "keep_last": policy.keep_last, "dry_run": arguments.dry_run}
+        document = {
+            "run": run_tier.url,
+            "keep_last": policy.keep_last,
+            "dry_run": arguments.dry_run,
+        }
         document |= {"pruned": rows, "kept": list(kept), "bytes": freed, "notes": notes}
         output.document(document)
     else:
         if rows:
             cells = [(r["name"], r["tier"], output.size(r["bytes"]), r["reason"]) for r in rows]
-            output.table(("snapshot", "tier", "size", "why"), cells, title=place.url)
+            output.table(("snapshot", "tier", "size", "why"), cells, title=run_tier.url)
         verb = "would go" if arguments.dry_run else "deleted"
         print(f"{len(rows)} {verb}, {len(kept)} stay; {output.size(freed)} freed", *notes, sep="\n")
     return TierUnavailable.exit_code if silent else 0
@@ -118,19 +122,23 @@ def _prune(
         keep=_begun_from(policy.live),
         abandoned=policy.abandoned,
     )
-    if policy.live and tier is not everywhere.place:  # it may be copying what another one has left
+    if (
+        policy.live and tier is not everywhere.run_tier
+    ):  # it may be copying what another one has left
         doomed = tuple(one for one in doomed if one.reason != prune.GARBAGE)
     kept_files = prune.kept_files(tier, candidates, [candidate.name for candidate in doomed])
     rows = [_row(tier, candidate, kept_files) for candidate in doomed]
     left_folders = prune.left_folders(candidates)
     leftovers = [prune.SweepCandidates(name, prune.UNREACHED) for name in left_folders]
     rows += [row for one in leftovers if (row := _row(tier, one, kept_files))["bytes"]]
-    deleted = rows if dry_run else _delete(everywhere.place, tier, rows, kept_files, newest)
+    deleted = rows if dry_run else _delete(everywhere.run_tier, tier, rows, kept_files, newest)
     deleted_names = {row["name"] for row in deleted}
     kept = [str(c.name) for c in candidates if str(c.name) not in deleted_names]
     is_whole, rows = len(deleted) == len(rows), deleted
     if is_whole:
-        rows += _prune_dumps(everywhere, tier, dry_run=dry_run) if tier is everywhere.place else []
+        rows += (
+            _prune_dumps(everywhere, tier, dry_run=dry_run) if tier is everywhere.run_tier else []
+        )
     return rows, kept, is_whole
 
 
@@ -145,7 +153,7 @@ def _prune_dumps(everywhere: RunTiers, tier: Tier, *, dry_run: bool) -> list[dic
     ]
 
 
-def _live(tier: Place, records: Mapping[int, AttemptRecord]) -> dict[int, AttemptRecord]:
+def _live(tier: RunTier, records: Mapping[int, AttemptRecord]) -> dict[int, AttemptRecord]:
     """Attempts that gave a sign of life in the last 15 s; most have no heartbeat to look at."""
     files = set(tier.list(names.ATTEMPTS))
     return {
@@ -183,18 +191,18 @@ def _row(tier: Tier, doomed: prune.SweepCandidates, kept: frozenset[str]) -> dic
 
 
 def _delete(
-    place: Tier, tier: Tier, rows: list[dict[str, Any]], kept: frozenset[str], newest: int
+    run_tier: Tier, tier: Tier, rows: list[dict[str, Any]], kept: frozenset[str], newest: int
 ) -> list[dict[str, Any]]:
     """Delete one by one until a new attempt begins, which decides anew; return what went."""
     for num_deleted, row in enumerate(rows):
         name = SnapshotName.parse(row["name"])
-        if name is None or attempt_history.newest(place) != newest:
+        if name is None or attempt_history.newest(run_tier) != newest:
             return rows[:num_deleted]
         prune.prune(tier, [name], kept)
     return rows
 
 
-def _give_back_memory(tier: Place, everywhere: RunTiers) -> list[str]:
+def _give_back_memory(tier: RunTier, everywhere: RunTiers) -> list[str]:
     """Free the host memory of attempts that are over; return a note if there was any."""
     shared_memory.reclaim()
     memory = shared_memory.SharedMemoryDir.found(tier.url)
@@ -207,7 +215,7 @@ def _give_back_memory(tier: Place, everywhere: RunTiers) -> list[str]:
     return [f"{output.size(freed)} of this host's memory were given back"] if freed else []
 
 
-def _dump_in(held: shared_memory.SharedMemoryDir, tier: Place, everywhere: RunTiers) -> str:
+def _dump_in(held: shared_memory.SharedMemoryDir, tier: RunTier, everywhere: RunTiers) -> str:
     """Return the restorable dump with files of this memory open, or ""."""
     for name in restore.names_in(tier):
         if old_dumps.why_superseded(name, everywhere.records):

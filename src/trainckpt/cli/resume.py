@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from trainckpt.format.attempt_record import AttemptRecord
     from trainckpt.launcher.signal_policy import Inbox
     from trainckpt.launcher.supervise import RunResult
-    from trainckpt.storage.base import Place
+    from trainckpt.storage.base import RunTier
 
 
 # ---- the target: which run and snapshot the user's words mean
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 # A launch that cannot find it would end in a traceback of the script, and leave a failed attempt.
 
 
-def must_be_there(tier: Place, run: str, given: Sequence[str], wanted: str) -> None:
+def must_be_there(tier: RunTier, run: str, given: Sequence[str], wanted: str) -> None:
     """Refuse a snapshot that no launch would find.
 
     Args:
@@ -93,7 +93,7 @@ def no_run(run: str, error: NothingToResume) -> NothingToResume:
 
 def _is_run(run: str) -> bool:
     with contextlib.suppress(TrainckptError):  # nobody has asked for that one
-        return attempt_history.run_id(run_url.open_place(run)) is not None
+        return attempt_history.run_id(run_url.open_run_tier(run)) is not None
     return False
 
 
@@ -135,7 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class _Relaunch:
     """The launch command and the run directory it resumes, if known."""
 
-    tier: Place
+    tier: RunTier
     facts: Mapping[str, Any]
     command: list[str]
     cwd: str
@@ -158,7 +158,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def _planned(arguments: argparse.Namespace) -> _Relaunch:
     """Return the launch to make, without starting anything."""
-    tier = run_url.open_place(arguments.run)
+    tier = run_url.open_run_tier(arguments.run)
     tier_urls = dumps.named_tiers(arguments)
     facts, elsewhere = _recorded(tier, arguments.run, tier_urls)
     if arguments.at and not elsewhere:  # else the script's own place may hold more
@@ -226,7 +226,7 @@ def _resumed(relaunch: _Relaunch, arguments: argparse.Namespace, inbox: Inbox) -
 
 
 def _recorded(
-    tier: Place, run: str, given: Sequence[str]
+    tier: RunTier, run: str, given: Sequence[str]
 ) -> tuple[Mapping[str, Any], Sequence[str]]:
     """Return the facts of the newest attempt with a recorded command, and their tiers.
 

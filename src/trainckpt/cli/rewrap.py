@@ -63,14 +63,20 @@ def execute(arguments: argparse.Namespace) -> int:
     run, snapshot = split_target(arguments.target)
     everywhere = open_everywhere(run)
     candidates = everywhere.candidates()
-    chosen = (catalog.find(candidates, snapshot, everywhere.place.url),) if snapshot else candidates
+    chosen = (
+        (catalog.find(candidates, snapshot, everywhere.run_tier.url),) if snapshot else candidates
+    )
     committed = [c for c in chosen if c.reason != catalog.NOT_COMMITTED]
     names = [c.name for c in committed if c.manifest is None or c.manifest.encryption is not None]
     opener = KeyRing(read_options({}).identity)
     rewrapped = [_rewrap(everywhere, name, recipients, opener) for name in names]
     if arguments.json:
         rows = [asdict(result) for result in rewrapped]
-        document = {"run": everywhere.place.url, "recipients": list(recipients), "snapshots": rows}
+        document = {
+            "run": everywhere.run_tier.url,
+            "recipients": list(recipients),
+            "snapshots": rows,
+        }
         output.document({**document, "silent": dict(everywhere.silent)})
     else:
         for result in rewrapped:

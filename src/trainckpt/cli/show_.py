@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Print one snapshot: reads its manifest and the headers of its files, not the data."""
     run, snapshot = split_target(arguments.target)
-    tier = run_url.open_place(run)
+    tier = run_url.open_run_tier(run)
     candidate = run_tiers.choose(tier, snapshot, run_tiers.read_candidates(tier))
     manifest = candidate.manifest
     if manifest is None:
@@ -83,13 +83,13 @@ def _shards(tier: Tier, manifest: Manifest) -> tuple[Shards, list[str]]:
     unread, folder_prefix = list[str](), f"{manifest.name.folder}/"
     for rank in range(manifest.world):
         try:
-            places = reader.places(rank)
+            locations = reader.places(rank)
         except UnusableSnapshot as error:
             unread.append(error.message)
             continue
-        for place in places:
-            file = place.key.removeprefix(folder_prefix).removeprefix(f"{SNAPSHOTS}/")
-            shards.setdefault(place.region.tensor, []).append((file, place.region))
+        for location in locations:
+            file = location.key.removeprefix(folder_prefix).removeprefix(f"{SNAPSHOTS}/")
+            shards.setdefault(location.region.tensor, []).append((file, location.region))
     return shards, unread
 
 

@@ -51,7 +51,7 @@ def execute(arguments: argparse.Namespace) -> int:
         output.document({"ok": ok, "copies": [asdict(copy) for copy in reported]})
     else:
         rows = [(c.snapshot, c.tier, c.file, "ok" if c.ok else c.reason) for c in reported]
-        output.table(("snapshot", "tier", "file", "found"), rows, title=everywhere.place.url)
+        output.table(("snapshot", "tier", "file", "found"), rows, title=everywhere.run_tier.url)
         print(f"{len(copies)} files checked, {num_bad} bad")
     if num_bad:
         return UnusableSnapshot.exit_code
@@ -59,7 +59,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _named(everywhere: RunTiers, candidates: Sequence[Candidate], wanted: str | None) -> set[str]:
-    chosen = (catalog.find(candidates, wanted, everywhere.place.url),) if wanted else candidates
+    chosen = (catalog.find(candidates, wanted, everywhere.run_tier.url),) if wanted else candidates
     return {str(c.name) for c in chosen if wanted or c.reason != catalog.NOT_COMMITTED}
 
 
@@ -80,25 +80,25 @@ def _lost(everywhere: RunTiers, candidates: Sequence[Candidate]) -> list[Verifie
 def _check_dumps(everywhere: RunTiers, wanted: DumpName | None) -> list[VerifiedCopy]:
     """Check every image of the dump called `wanted`, or of those that a resume may restore."""
     copies: list[VerifiedCopy] = []
-    place = everywhere.place
-    for dump in dumps_of(place):
+    run_tier = everywhere.run_tier
+    for dump in dumps_of(run_tier):
         if dump.name == wanted or (wanted is None and not dump.is_superseded):
-            copies += _check_dump(place, everywhere.run, dump.name)
+            copies += _check_dump(run_tier, everywhere.run, dump.name)
     if wanted is not None and not copies:
         raise UnusableSnapshot(f"there is no {wanted}", hint="trainckpt list RUN")
     return copies
 
 
-def _check_dump(place: Tier, run: str, name: DumpName) -> list[VerifiedCopy]:
+def _check_dump(run_tier: Tier, run: str, name: DumpName) -> list[VerifiedCopy]:
     reasons = {RECORD: ""}
     try:
-        for image in restore.load(place, run, name).images:
-            path = Path(place.url) / name.image(image.name)
+        for image in restore.load(run_tier, run, name).images:
+            path = Path(run_tier.url) / name.image(image.name)
             reasons[image.name] = restore.why_bad(path, image)
     except UnusableSnapshot as error:
         reasons = {RECORD: error.message}
     return [
-        VerifiedCopy(str(name), place.name, file, ok=not reason, reason=reason)
+        VerifiedCopy(str(name), run_tier.name, file, ok=not reason, reason=reason)
         for file, reason in reasons.items()
     ]
 
@@ -136,5 +136,5 @@ def _check(everywhere: RunTiers, names: Collection[str]) -> list[VerifiedCopy]:
             )
         manifests = {c.name: c.manifest for _, c in listed if c.manifest is not None}
         for manifest in manifests.values():
-            copies += verify.verify_memory(everywhere.place.url, manifest)
+            copies += verify.verify_memory(everywhere.run_tier.url, manifest)
     return copies

@@ -36,9 +36,9 @@ class Communicators:
     two may be called at any time: they undo the earlier calls.
     """
 
-    def __init__(self, place: Callable[[], Sequence[int]]) -> None:
-        """Store `place`, which returns this rank's position in training; the same on all."""
-        self._place = place
+    def __init__(self, position: Callable[[], Sequence[int]]) -> None:
+        """Store `position`, which returns this rank's position in training; the same on all."""
+        self._position = position
         self._torn: DestroyedGroups | None = None
         self._slots: list[GroupReference] = []
         self._times = 0
@@ -97,7 +97,7 @@ class Communicators:
         Raises:
             NoAgreement: they do not work, or the ranks are not where they were.
         """
-        process_groups.agree(self._place(), WITHIN_S)
+        process_groups.agree(self._position(), WITHIN_S)
 
 
 def why_not_nvls(environment: Any = os.environ) -> str:

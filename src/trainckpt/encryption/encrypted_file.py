@@ -138,12 +138,12 @@ class EncryptedLayout(NamedTuple):
 class Encryptor:
     """Encrypts one file, once. Any threads; each chunk by one."""
 
-    def __init__(self, key: bytes, place: ChunkPosition, layout: EncryptedLayout) -> None:
+    def __init__(self, key: bytes, position: ChunkPosition, layout: EncryptedLayout) -> None:
         """Create the cipher of a file. `key`: the snapshot's."""
         self.layout = layout
         self._salt = os.urandom(SALT_BYTES)
-        self._place = place.digest
-        self._cipher = cipher(key, _FILE_KEY + self._place, self._salt)
+        self._position = position.digest
+        self._cipher = cipher(key, _FILE_KEY + self._position, self._salt)
         self._tags: list[bytes | None] = [None] * layout.num_chunks
 
     def encrypt(self, number: int, plain: memoryview, into: memoryview) -> None:
@@ -155,7 +155,7 @@ class Encryptor:
         if self._tags[number] is not None or len(plain) != self.layout.chunk(number).num_bytes:
             raise ValueError(f"chunk {number} is encrypted once, and whole")
         self._tags[number] = b""
-        bound = _bound(self._place, self.layout, number)
+        bound = _bound(self._position, self.layout, number)
         self._cipher.encrypt_into(_nonce(number), plain, bound, into)
         self._tags[number] = bytes(into[-TAG_BYTES:])
 
@@ -172,17 +172,19 @@ class Encryptor:
 class Decryptor:
     """Decrypts chunks of one file, in any order, on any thread."""
 
-    def __init__(self, key: bytes, place: ChunkPosition, footer: bytes, stored_bytes: int) -> None:
+    def __init__(
+        self, key: bytes, position: ChunkPosition, footer: bytes, stored_bytes: int
+    ) -> None:
         """Read the footer. `key`: the snapshot's; `footer`: the file's last bytes.
 
         Raises:
             UnusableSnapshot: It is no footer of a file of this length.
         """
         must_be_there()
-        self.layout, salt = read_footer(footer, stored_bytes, place.file)
-        self._what = f"{place.snapshot}/{place.file}"
-        self._place = place.digest
-        self._key = derive(key, _FILE_KEY + self._place, salt)
+        self.layout, salt = read_footer(footer, stored_bytes, position.file)
+        self._what = f"{position.snapshot}/{position.file}"
+        self._position = position.digest
+        self._key = derive(key, _FILE_KEY + self._position, salt)
         self._tags = b""
 
     def learn(self, tags: bytes) -> None:
@@ -202,7 +204,7 @@ class Decryptor:
         tag = self._tags[number * TAG_BYTES : (number + 1) * TAG_BYTES]
         mode = modes.GCM(_nonce(number), tag)
         opening = Cipher(algorithms.AES(self._key), mode).decryptor()
-        opening.authenticate_additional_data(_bound(self._place, self.layout, number))
+        opening.authenticate_additional_data(_bound(self._position, self.layout, number))
         try:
             opening.update_into(data, data)
             opening.finalize()
@@ -244,9 +246,9 @@ def _nonce(number: int) -> bytes:
     return number.to_bytes(12, "big")
 
 
-def _bound(place: bytes, layout: EncryptedLayout, number: int) -> bytes:
+def _bound(position: bytes, layout: EncryptedLayout, number: int) -> bytes:
     is_last = number == layout.num_chunks - 1
-    return _BOUND.pack(place, number, is_last, layout.head_bytes, layout.body_bytes)
+    return _BOUND.pack(position, number, is_last, layout.head_bytes, layout.body_bytes)
 
 
 # ---- the manifest of an encrypted snapshot

@@ -111,7 +111,7 @@ def _refuse(path: Path, run: str | os.PathLike[str] | None) -> None:
 
 def _is_training(run: str | os.PathLike[str]) -> bool:
     with suppress(TrainckptError, OSError):
-        tier = run_url.open_other_place(run)
+        tier = run_url.open_tier_at(run)
         newest = attempt_history.newest(tier)
         record = attempt_history.read_attempts(tier).get(newest) if newest else None
         return (

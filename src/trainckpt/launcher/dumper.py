@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from trainckpt.launcher.supervisor_record import NamedRun
     from trainckpt.process_dump.criu import Ability
     from trainckpt.process_dump.gpu_state import GpuTree
-    from trainckpt.storage.base import Place, Tier
+    from trainckpt.storage.base import RunTier, Tier
 
 
 # ---- launch: a command whose processes can be dumped
@@ -220,7 +220,7 @@ def write_notice(run: str, attempt: int, reason: str, seconds_left: float | None
         body = json.dumps({"reason": reason, "seconds_left": left_s})
         key = f"{names.NOTICES}/{attempt}-{secrets.token_hex(8)}.json"
         with contextlib.suppress(TrainckptError):
-            run_url.open_other_place(run).replace(key, body.encode())
+            run_url.open_tier_at(run).replace(key, body.encode())
 
     threading.Thread(target=write, name="trainckpt-notice", daemon=True).start()
 
@@ -291,7 +291,7 @@ class Dumper:
         self.taken: DumpName | None = None
         self._launch, self._ability, self._say = launch, ability, say
         self._seen: set[str] = set()
-        self._tier: Place | None = None
+        self._tier: RunTier | None = None
         self._attempt = 0
         self._gpus: GpuTree | None = None
         self._recipients: tuple[str, ...] = ()
@@ -316,7 +316,7 @@ class Dumper:
         reply = partial(answer, tier, request)
         return self._answer(dump_reason, ranks, reply) and self._tell_others(tier)
 
-    def _tell_others(self, tier: Place) -> bool:
+    def _tell_others(self, tier: RunTier) -> bool:
         """Answer other pending requests with the same dump."""
         while request := find(tier, self._attempt, self._seen):
             answer(tier, request, DumpAnswer(DUMP, f"it was dumped as {self.taken}"))
@@ -356,7 +356,7 @@ class Dumper:
             self._tier, self._attempt = named.tier, named.record.attempt
         elif claimed and self._tier is None:
             lowest = min(claimed, key=lambda status: status.rank)
-            self._tier, self._attempt = run_url.open_other_place(lowest.run), lowest.attempt or 0
+            self._tier, self._attempt = run_url.open_tier_at(lowest.run), lowest.attempt or 0
 
     def _answer(
         self,

@@ -110,7 +110,7 @@ def _may_be_there(first: FirstLaunch) -> bool:
 
     def look() -> bool:
         run = first.run or likely_run(first.argv, None)
-        return run is not None and attempt_history.run_id(run_url.open_other_place(run)) is not None
+        return run is not None and attempt_history.run_id(run_url.open_tier_at(run)) is not None
 
     try:
         return answer_within(first.run or "the run's place", look, LOOK_S)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from trainckpt.format.manifest import Manifest
     from trainckpt.launcher.signal_policy import Inbox
     from trainckpt.run_directory.run_tiers import RunTiers
-    from trainckpt.storage.base import Place, Tier
+    from trainckpt.storage.base import RunTier, Tier
 
 
 # ---- the program: copies an attempt's newest snapshot to the tiers that lack it
@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _flush(run: str, number: int) -> bool:
-    tier = run_url.open_other_place(run, LOCAL)
+    tier = run_url.open_tier_at(run, LOCAL)
     record = attempt_history.read_attempts(tier)[number]
     pending = left_by(record)
     if pending is None or attempt_history.newest(tier) != number:
@@ -79,20 +79,20 @@ def _flush(run: str, number: int) -> bool:
     manifests = [
         c.manifest for c in everywhere.candidates() if c.usable and c.name.attempt == number
     ]
-    slower = [t for t in (*everywhere.tiers, *everywhere.empty) if t is not everywhere.place]
+    slower = [t for t in (*everywhere.tiers, *everywhere.empty) if t is not everywhere.run_tier]
     if manifests and manifests[0] is not None:
         completed += [t.name for t in slower if _copy(everywhere, manifests[0], t, number)]
-        _note(everywhere.place, number, str(manifests[0].name), completed)
+        _note(everywhere.run_tier, number, str(manifests[0].name), completed)
     for slower_tier in slower:
         if slower_tier.name in completed:
             with suppress(TrainckptError):
-                upload.mirror_records(everywhere.place, slower_tier, {})
+                upload.mirror_records(everywhere.run_tier, slower_tier, {})
     for name, reason in everywhere.silent.items():
         _say(f"the tier {name} does not answer: {reason}")
     return set(pending.tiers) <= set(completed) and not everywhere.silent
 
 
-def _bring(tier: Place, number: int) -> str | None:
+def _bring(tier: RunTier, number: int) -> str | None:
     """Copy from this host's memory to the run directory; return the snapshot's name."""
     from trainckpt.ranks.store import local_store
     from trainckpt.ranks.world import World
@@ -123,7 +123,7 @@ def _copy(everywhere: RunTiers, manifest: Manifest, tier: Tier, number: int) -> 
 
     def progress(num_bytes: int) -> None:  # after each file
         nonlocal bytes_sent, said_s
-        if attempt_history.newest(everywhere.place) != number:
+        if attempt_history.newest(everywhere.run_tier) != number:
             raise SaveFailed("another attempt has begun and copies it")
         bytes_sent += num_bytes
         if time.monotonic() - said_s > SAY_EVERY_S:
@@ -253,7 +253,7 @@ def flush_left(
     with suppress(OSError):
         code = _attend(_started(run, record, variables), inbox, limit_s, say)
     with suppress(TrainckptError):  # the program may have updated it
-        record = attempt_history.read_attempts(run_url.open_other_place(run)).get(
+        record = attempt_history.read_attempts(run_url.open_tier_at(run)).get(
             record.attempt, record
         )
     if code != 0:

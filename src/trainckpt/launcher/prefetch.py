@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from trainckpt.format.attempt_record import AttemptRecord
     from trainckpt.format.manifest import Manifest
-    from trainckpt.storage.base import Place
+    from trainckpt.storage.base import RunTier
 
 _END_WITHIN_S = 5.0
 _LOOK_AGAIN_S = 0.02
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
     """Fetch; 0 whatever came of it, for nobody depends on it."""
     run, *wanted_snapshot = arguments
     with contextlib.suppress(TrainckptError, OSError):
-        tier = run_url.open_other_place(run)
+        tier = run_url.open_tier_at(run)
         memory = SharedMemoryDir.of(tier.url) if tier.size(RUN_RECORD) else None
         if memory is not None:
             with memory.fetching():
@@ -83,7 +83,7 @@ def _awaited(memory: SharedMemoryDir) -> Iterator[threading.Event]:
         watcher.join()
 
 
-def bring(tier: Place, memory: SharedMemoryDir, wanted: str | None = None) -> list[int]:
+def bring(tier: RunTier, memory: SharedMemoryDir, wanted: str | None = None) -> list[int]:
     """Fetch the snapshot that a resume would choose now; return the ranks whose files came."""
     run = attempt_history.run_id(tier)
     records = attempt_history.read_attempts(tier) if run is not None else {}
@@ -105,7 +105,7 @@ def bring(tier: Place, memory: SharedMemoryDir, wanted: str | None = None) -> li
 
 
 def _likely(
-    tier: Place, run: str, before: Mapping[int, AttemptRecord], wanted: str | None
+    tier: RunTier, run: str, before: Mapping[int, AttemptRecord], wanted: str | None
 ) -> Manifest | None:
     if wanted is not None:
         return catalog.find(catalog.read_catalog(tier, run, before), wanted).manifest

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from trainckpt.launcher.outcome import Outcome
-    from trainckpt.storage.base import Place
+    from trainckpt.storage.base import RunTier
 
 
 CLAIM_AFTER_S = 30.0
@@ -59,7 +59,7 @@ def recorded_status_of_rank_0(ranks: Sequence[RankStatus]) -> list[tuple[RankSta
     if claimed is None or any(status.rank == 0 and status.how for status in ranks):
         return []
     try:
-        records = attempt_history.read_attempts(run_url.open_other_place(claimed.run))
+        records = attempt_history.read_attempts(run_url.open_tier_at(claimed.run))
     except TrainckptError:
         return []
     record = records.get(claimed.attempt or 0)
@@ -101,7 +101,7 @@ def complete_record(
     if claimed is None:
         return None
     try:
-        tier = run_url.open_other_place(claimed.run)
+        tier = run_url.open_tier_at(claimed.run)
         record = attempt_history.read_attempts(tier).get(claimed.attempt or 0)
         if record is None:
             return None
@@ -137,7 +137,7 @@ def _is_consequence(entry: Mapping[str, Any], outcome: Outcome) -> bool:
     return ending == STOPPED or is_broken
 
 
-def _newest_commit(tier: Place, record: AttemptRecord) -> str | None:
+def _newest_commit(tier: RunTier, record: AttemptRecord) -> str | None:
     """Return the newest snapshot of this attempt, though its record may not name it yet."""
     run = attempt_history.run_id(tier)
     candidates = catalog.read_catalog(tier, run, attempt_history.read_attempts(tier)) if run else ()
@@ -201,7 +201,7 @@ class NamedRun:
     ) -> None:
         self.record: AttemptRecord | None = None
         self.problem = ""
-        self.tier = run_url.open_place(run)
+        self.tier = run_url.open_run_tier(run)
         self._command, self._cwd, self._nproc = list(command), cwd or os.getcwd(), nproc  # noqa: PTH109
         self._environment = dict(os.environ if environment is None else environment)
         self._begun, self._pids = time.time(), list[int]()

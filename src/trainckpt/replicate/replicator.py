@@ -124,7 +124,7 @@ class Replicator:
         self._channel = channel.connection()
         self._rank = channel.world.rank
         self._is_first_on_host = self._rank == hosts.index(channel.world.host)
-        self._place = SharedMemoryDir.of(run)
+        self._memory_dir = SharedMemoryDir.of(run)
         self._slots: dict[str, replica_slots.DoubleBuffer] = {}
         # holds this rank's file, encrypted, of the save in flight
         self._encrypted: Arena | None = None
@@ -163,9 +163,9 @@ class Replicator:
     def reserve_encrypted(self, num_bytes: int) -> Arena | None:
         """Return memory for this rank's encrypted file of the next save; None: there is none."""
         self._encrypted = None
-        if self._place is not None:
+        if self._memory_dir is not None:
             name = replica_slots.sealed_slot(self._rank)
-            new = replica_slots.DoubleBuffer(self._place, name, anew=True)
+            new = replica_slots.DoubleBuffer(self._memory_dir, name, anew=True)
             slot = self._slots.setdefault(name, new)
             with contextlib.suppress(OSError):
                 arena = slot.free(self.newest)
@@ -273,8 +273,12 @@ class Replicator:
 
     def _release_manifests(self, newest: str) -> None:
         """Remove all manifests but the newest, unless a newer snapshot may be adding its own."""
-        if self._is_first_on_host and self._place is not None and not self._superseded.is_set():
-            replica_slots.release_manifests(self._place, [newest])
+        if (
+            self._is_first_on_host
+            and self._memory_dir is not None
+            and not self._superseded.is_set()
+        ):
+            replica_slots.release_manifests(self._memory_dir, [newest])
 
     def _replicate(
         self,
@@ -306,8 +310,8 @@ class Replicator:
             slot.close(keep=keep)
         if not keep:
             self._drop_fetched()
-            if self._is_first_on_host and self._place is not None:
-                replica_slots.release_manifests(self._place, ())
+            if self._is_first_on_host and self._memory_dir is not None:
+                replica_slots.release_manifests(self._memory_dir, ())
 
     def _share(
         self, key: str, manifest_key: str, whole: Manifest | None, why: str = ""
@@ -345,7 +349,7 @@ class Replicator:
 
     def _reserve(self, manifest: Manifest, mine: memoryview | None, into: dict[str, Arena]) -> str:
         """Reserve memory for the replicas this rank holds; return why there is none, or ""."""
-        if mine is None or self._place is None:
+        if mine is None or self._memory_dir is None:
             return f"rank {self._rank} has too little shared memory"
         sizes = {copy_slot(o): manifest.files[o].num_bytes for o in self.plan.kept_by(self._rank)}
         for number, coded in sets_of(self.plan, self._rank):
@@ -353,7 +357,9 @@ class Replicator:
             sizes[parity_slot(number)] = HEAD_BYTES + coded.num_parity * chunk_bytes
         try:
             for name, num_bytes in sizes.items():
-                slot = self._slots.setdefault(name, replica_slots.DoubleBuffer(self._place, name))
+                slot = self._slots.setdefault(
+                    name, replica_slots.DoubleBuffer(self._memory_dir, name)
+                )
                 into[name] = slot.free(self.newest)
                 into[name].reserve(num_bytes)
         except OSError as error:
@@ -424,8 +430,8 @@ class Replicator:
         for number, coded in sets_of(self.plan, self._rank):
             place = coded.members.index(self._rank)
             memories[parity_slot(number)].publish(folder, parity_file.file_name(number, place))
-        if self._is_first_on_host and self._place is not None:
-            replica_slots.write_manifest(self._place, folder, manifests.dump(manifest))
+        if self._is_first_on_host and self._memory_dir is not None:
+            replica_slots.write_manifest(self._memory_dir, folder, manifests.dump(manifest))
 
     def _release(self, newest: str) -> None:
         self.newest = newest
@@ -435,8 +441,8 @@ class Replicator:
 
     def _drop_fetched(self) -> None:
         """Remove memory fetched for `replicate_stored`, in this attempt or one before."""
-        if self._place is not None:
-            replica_slots.remove_slot(self._place, replica_slots.fetched_slot(self._rank))
+        if self._memory_dir is not None:
+            replica_slots.remove_slot(self._memory_dir, replica_slots.fetched_slot(self._rank))
 
     def _check_wanted(self) -> None:
         if self._paused.is_set():

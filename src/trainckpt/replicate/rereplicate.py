@@ -58,7 +58,7 @@ class StoredSnapshot:
         """`has_room`: returns True if so many bytes of memory may be used for this rank's file."""
         self.name = name
         self._ladder, self._run, self._rank = TieredReader(tiers), run, rank
-        self._place = SharedMemoryDir.of(tiers[0].url)
+        self._memory_dir = SharedMemoryDir.of(tiers[0].url)
         self._has_room = has_room
 
     def manifest(self) -> Manifest:
@@ -67,15 +67,17 @@ class StoredSnapshot:
 
     def is_incomplete(self, manifest: Manifest, names: set[str]) -> bool:
         """Return True if any of these files is missing or bad in this host's memory."""
-        if self._place is None:
+        if self._memory_dir is None:
             return True
         name_of = replicator.file_name(manifest)
         files = {name_of(rank): file for rank, file in enumerate(manifest.files)}
-        present = set(replica_slots.files(self._place, self.name.folder))
+        present = set(replica_slots.files(self._memory_dir, self.name.folder))
         return not (names <= present and all(self._is_good(n, files) for n in sorted(names)))
 
     def _is_good(self, name: str, files: Mapping[str, FileEntry]) -> bool:
-        mapping = None if self._place is None else self._place.held(self.name.folder, name)
+        mapping = (
+            None if self._memory_dir is None else self._memory_dir.held(self.name.folder, name)
+        )
         if mapping is None or name == replica_slots.MANIFEST:
             return mapping is not None
         with contextlib.closing(mapping):
@@ -100,12 +102,12 @@ class StoredSnapshot:
             TrainckptError, OSError: it cannot be read, or there is no memory for it.
         """
         file, file_name = manifest.files[self._rank], replicator.file_name(manifest)(self._rank)
-        if self._place is None:
+        if self._memory_dir is None:
             raise OSError("there is no shared memory")
-        mapping = self._place.held(self.name.folder, file_name, file.num_bytes)
+        mapping = self._memory_dir.held(self.name.folder, file_name, file.num_bytes)
         if mapping is None or not is_file(mapping.data, file):
             self._fetch(file, file_name, may_go_on)
-            mapping = self._place.held(self.name.folder, file_name, file.num_bytes)
+            mapping = self._memory_dir.held(self.name.folder, file_name, file.num_bytes)
         if mapping is None:
             raise OSError(f"{file_name} is no longer in memory")
         try:
@@ -117,13 +119,13 @@ class StoredSnapshot:
 
     def _fetch(self, file: FileEntry, file_name: str, may_go_on: Callable[[], None]) -> None:
         """Read the file into memory that no save uses, until the next snapshot is replicated."""
-        assert self._place is not None
+        assert self._memory_dir is not None
         if not self._has_room(file.num_bytes):
             raise OSError(f"too little memory for {file_name}")
         name, key = replica_slots.fetched_slot(self._rank), f"{self.name.folder}/{file.name}"
-        replica_slots.remove_slot(self._place, name)
-        path = replica_slots.arena_path(self._place, name, 0)
-        with contextlib.closing(self._place.open_arena(path)) as arena:
+        replica_slots.remove_slot(self._memory_dir, name)
+        path = replica_slots.arena_path(self._memory_dir, name, 0)
+        with contextlib.closing(self._memory_dir.open_arena(path)) as arena:
             arena.reserve(file.num_bytes)
             is_good, self._ladder.sizes = False, {key: file.num_bytes}
             steps = range(0, file.num_bytes, PART_BYTES)

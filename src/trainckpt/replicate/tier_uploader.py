@@ -428,8 +428,8 @@ class TierUploader:
     def _look_back(self) -> None:
         """Queue snapshots of earlier attempts that the tier lacks."""
         self._be_there()
-        place, run = self._work.run_tier, self._work.run
-        candidates = catalog.read_catalog(place, run, read_attempts(place))
+        run_tier, run = self._work.run_tier, self._work.run
+        candidates = catalog.read_catalog(run_tier, run, read_attempts(run_tier))
         usable = [c for c in candidates if c.usable and c.name.attempt < self._work.number.value]
         tagged = [c for c in usable[1:] if c.manifest is not None and c.manifest.tags]
         lacking = [c for c in (*usable[:1], *tagged) if not upload.holds(self.tier, c.name)]
@@ -490,8 +490,8 @@ class TierUploader:
         return manifest, data, upload.all_reached(manifest, there)
 
     def _be_there(self) -> None:
-        place = self._work.run_tier
-        upload.found_there(place, self.tier, self._work.run, again=self._is_there)
+        run_tier = self._work.run_tier
+        upload.found_there(run_tier, self.tier, self._work.run, again=self._is_there)
         self._is_there = True
         self._mirror()
 

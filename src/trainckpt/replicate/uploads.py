@@ -185,17 +185,17 @@ class ArenaFirstReader:
     """Reads shard files from this rank's arenas, else from the run directory."""
 
     def __init__(
-        self, place: Tier, copy_from: Callable[[str, int, memoryview], bool] | None
+        self, run_tier: Tier, copy_from: Callable[[str, int, memoryview], bool] | None
     ) -> None:
-        self._place, self._copy_from = place, copy_from
-        self.name, self.url = place.name, place.url
-        self.size, self.read, self.list = place.size, place.read, place.list
-        self.read_parts = place.read_parts
+        self._run_tier, self._copy_from = run_tier, copy_from
+        self.name, self.url = run_tier.name, run_tier.url
+        self.size, self.read, self.list = run_tier.size, run_tier.read, run_tier.list
+        self.read_parts = run_tier.read_parts
 
     def read_into(self, key: str, first_byte: int, into: memoryview) -> None:
         """Read block by block: an arena may be reused for the next save in between."""
         if self._copy_from is None or not self._copy_from(key, first_byte, into):
-            self._place.read_into(key, first_byte, into)
+            self._run_tier.read_into(key, first_byte, into)
 
 
 class Uploads:

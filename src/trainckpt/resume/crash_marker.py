@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing import TextIO
 
     from trainckpt.format.attempt_record import AttemptRecord
-    from trainckpt.storage.base import Place
+    from trainckpt.storage.base import RunTier
 
 _FAULT = re.compile(r"(\d+)\.rank\d+\.fault")
 MAX_BYTES = 1 << 20
@@ -37,7 +37,7 @@ CRASHED = "crashed in native code"
 class CrashMarker:
     """One rank's marker: armed at the claim, disarmed at the first boundary or a failed resume."""
 
-    def __init__(self, tier: Place, rank: int) -> None:
+    def __init__(self, tier: RunTier, rank: int) -> None:
         # A crash can only write into an open file.
         self._folder = tier.root / names.ATTEMPTS if isinstance(tier, LocalTier) else None
         self._rank = rank
@@ -67,7 +67,7 @@ class CrashMarker:
 
 
 def with_crash_outcomes(
-    tier: Place, before: Mapping[int, AttemptRecord]
+    tier: RunTier, before: Mapping[int, AttemptRecord]
 ) -> dict[int, AttemptRecord]:
     """Return the records; a silent attempt with a crash marker gets the outcome in the marker.
 

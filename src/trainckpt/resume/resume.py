@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from trainckpt.snapshot.restore import Reader
     from trainckpt.state.captured import Saved
     from trainckpt.state.registry import Registry
-    from trainckpt.storage.base import Place, Tier
+    from trainckpt.storage.base import RunTier, Tier
 
 
 # ---- a warning if the attempt before this one still trains
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
 # trains for nothing, perhaps unnoticed. Rank 0 checks as the attempt begins.
 
 
-def still_alive(tier: Place, attempt: int) -> str:
+def still_alive(tier: RunTier, attempt: int) -> str:
     """Return the warning about the previous attempt, or ""."""
     before = attempt - 1
     with suppress(TrainckptError, OSError):
@@ -145,7 +145,7 @@ class ResumePoint:
 
 def begin(
     *,
-    tier: Place,
+    tier: RunTier,
     channel: RankStore,
     registry: Registry,
     mode: str,
@@ -248,7 +248,7 @@ def _look(
     """Claim the attempt on rank 0 and list the snapshots to try, in order."""
     if channel.world.rank != 0:
         return {}
-    tier = reach.place
+    tier = reach.run_tier
     run = run or attempt_records.found_run(tier)
 
     def read() -> dict[int, AttemptRecord]:
@@ -289,15 +289,15 @@ def _choose(
     found = reach.candidates(run, before)
     if not wanted:
         reach.must_not_miss(found, before)
-        choice = choices.choose(reach.place, run, before, found)
+        choice = choices.choose(reach.run_tier, run, before, found)
         if reach.encrypts:
             choices.must_be_sealed(choice, found)
         return choice
-    chosen = catalog.find(found, wanted, reach.place.url)
+    chosen = catalog.find(found, wanted, reach.run_tier.url)
     if chosen.manifest is None:
         raise UnusableSnapshot(
             f"{chosen.name}: {chosen.reason}",
-            hint=f"choose another from: trainckpt list {reach.place.url}",
+            hint=f"choose another from: trainckpt list {reach.run_tier.url}",
         )
     return choices.CandidateOrder([chosen.name])
 

@@ -74,7 +74,7 @@ def open_source(target: str) -> SnapshotSource:
         ConfigurationError, TierUnavailable: the run directory cannot be opened.
     """
     run, wanted = split_target(target)
-    tier = run_url.open_other_place(run)
+    tier = run_url.open_tier_at(run)
     candidates = read_candidates(tier)
     candidate = choose(tier, wanted, candidates)
     if candidate.manifest is None:
@@ -123,7 +123,7 @@ class RunTiers:
         run: Id of the run.
         tiers: Responding tiers with the run, nearest first: its run directory if it holds the run,
             then slower ones.
-        place: Its run directory, whether or not it holds the run.
+        run_tier: Its run directory, whether or not it holds the run.
         empty: Responding slower tiers without any run.
         silent: Name of an unresponsive tier -> reason.
         records: Records of its attempts.
@@ -131,7 +131,7 @@ class RunTiers:
 
     run: str
     tiers: tuple[Tier, ...]
-    place: Tier
+    run_tier: Tier
     empty: tuple[Tier, ...]
     silent: Mapping[str, str]
     records: Mapping[int, AttemptRecord]
@@ -148,10 +148,10 @@ class RunTiers:
         """
         if wanted in self.silent:
             raise TierUnavailable(self.silent[wanted])
-        for tier in (*self.tiers, *self.empty, self.place):
+        for tier in (*self.tiers, *self.empty, self.run_tier):
             if wanted in (tier.name, tier.url):
                 return tier
-        slower = open_slower([wanted], None, self.place)
+        slower = open_slower([wanted], None, self.run_tier)
         for tier in self.tiers:
             if tier.url == slower.tiers[0].url:
                 return tier
@@ -169,7 +169,7 @@ class RunTiers:
             return tier
         names = ", ".join(each.name for each in self.tiers)
         raise ConfigurationError(
-            f"no tier {wanted!r} holds the run of {self.place.url}", hint=f"one of {names}"
+            f"no tier {wanted!r} holds the run of {self.run_tier.url}", hint=f"one of {names}"
         )
 
 
@@ -184,7 +184,7 @@ def open_everywhere(run: str | os.PathLike[str], *also: str) -> RunTiers:
         NothingToResume: neither holds a run.
         TierUnavailable: the run directory refused.
     """
-    local = run_url.open_place(run)
+    local = run_url.open_run_tier(run)
     reach = TierSet(local, _named(local, also), accept_older=True)
     found = attempt_history.run_id(local)
     source: Tier = local
@@ -198,7 +198,12 @@ def open_everywhere(run: str | os.PathLike[str], *also: str) -> RunTiers:
     tiers = (*([local] if source is local else []), *reach.answering)
     empty = tuple(reach.empty)
     return RunTiers(
-        run=found, tiers=tiers, place=local, empty=empty, silent=dict(reach.silent), records=records
+        run=found,
+        tiers=tiers,
+        run_tier=local,
+        empty=empty,
+        silent=dict(reach.silent),
+        records=records,
     )
 
 
@@ -250,9 +255,9 @@ def move(
     if attempt_history.run_id(target) is None and sources:
         upload.adopt(target, sources[0])
     upload.found_there(sources[0] if sources else target, target, everywhere.run)
-    if sources and sources[0] is everywhere.place:
+    if sources and sources[0] is everywhere.run_tier:
         upload.mirror_records(sources[0], target, {})
-    elif sources and target is everywhere.place:
+    elif sources and target is everywhere.run_tier:
         ours = attempt_history.read_attempts(target)
         attempt_history.bring(target, ours, attempt_history.read_theirs(sources[0], ours))
     elif sources:  # a slower tier may hold outdated records

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainckpt.notice import NoticeSource
-    from trainckpt.storage.base import Place, Tier
+    from trainckpt.storage.base import RunTier, Tier
 
 
 PROVE_VARIABLE = "TRAINCKPT_PROVE"
@@ -27,7 +27,7 @@ WORK = "work"  # of a proof's plan: each run's own copy of the file system, as f
 NAME_VARIABLE = "TRAINCKPT_RUN"
 
 
-def open_place(run: str | os.PathLike[str] | None) -> Place:
+def open_run_tier(run: str | os.PathLike[str] | None) -> RunTier:
     """Open the tier at `run`: a path or the URL of an object store; None: the launcher's.
 
     Raises:
@@ -39,15 +39,15 @@ def open_place(run: str | os.PathLike[str] | None) -> Place:
         run = json.loads(proof)["place"]
     if run is None:
         raise ConfigurationError(
-            "the run has no place",
+            "no run directory is named",
             hint='name a directory, Checkpointer("runs/x", ...), or launch the script with '
             "`trainckpt run --run runs/x`",
         )
-    return open_other_place(run, LOCAL)  # the run directory has this name at any location
+    return open_tier_at(run, LOCAL)  # the run directory has this name at any location
 
 
-def open_other_place(run: str | os.PathLike[str], name: str | None = None) -> Place:
-    """Open the tier at `run` as `open_place` does, but without a proof's redirection.
+def open_tier_at(run: str | os.PathLike[str], name: str | None = None) -> RunTier:
+    """Open the tier at `run` as `open_run_tier` does, but without a proof's redirection.
 
     `name`: the tier's; None: the kind of store.
     """
@@ -55,7 +55,7 @@ def open_other_place(run: str | os.PathLike[str], name: str | None = None) -> Pl
     if protocol not in ("", "file", "local"):
         return open_object_store(os.fspath(run), name=name)
     if not path:
-        raise ConfigurationError("the run's place is empty", hint="name a directory")
+        raise ConfigurationError("the name of the run directory is empty", hint="name a directory")
     return open_directory(path, name or LOCAL)
 
 
@@ -89,7 +89,7 @@ def _split_protocol(url: str) -> tuple[str, str]:
 def open_directory(path: str, name: str = LOCAL) -> LocalTier:
     """Open the tier at a path, whatever the environment says."""
     if "\0" in path:
-        raise ConfigurationError(f"the run's place is no path: {path[:100]!r}")
+        raise ConfigurationError(f"the run directory is no path: {path[:100]!r}")
     try:
         return LocalTier(Path(path).expanduser(), name=name)
     except RuntimeError as error:
@@ -102,7 +102,7 @@ def notices_folder(tier: LocalTier) -> Path:
 
 
 def notice_source(
-    tier: Place, attempt: int, say: Callable[[str], object], *, is_first_of_host: bool
+    tier: RunTier, attempt: int, say: Callable[[str], object], *, is_first_of_host: bool
 ) -> NoticeSource | None:
     """Return the source of notices for an attempt; None: another rank of this host polls them."""
     if isinstance(tier, LocalTier):

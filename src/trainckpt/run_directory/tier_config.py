@@ -58,12 +58,12 @@ def open_slower(urls: Sequence[str], durable: str | None, local: Tier) -> TierCo
     if os.environ.get(run_url.PROVE_VARIABLE):
         return TierConfig()  # a proof leaves the user's own tiers alone
     tiers: list[Tier] = []
-    seen = {_place(local): LOCAL}
+    seen = {_location(local): LOCAL}
     called: dict[str, str] = {LOCAL: LOCAL, local.url: LOCAL}
     for number, url in enumerate(urls):
         name = _free_name(url, [t.name for t in tiers], number)
         tier = _open(url, local, name)
-        if (found := _place(tier)) in seen:
+        if (found := _location(tier)) in seen:
             raise ConfigurationError(
                 f"tiers: {launch.redact_text(url)} is the place of the tier {seen[found]}",
                 hint="name each place once, and not the run's own",
@@ -93,13 +93,13 @@ def recorded(
     names = {tier.name for tier in known}
     if os.environ.get(run_url.PROVE_VARIABLE):
         return (), []
-    there = {_place(t) for t in known} | {_place(local)}
+    there = {_location(t) for t in known} | {_location(local)}
     for name, url in _told(records):
         if launch.REDACTED in url:
             unknown += [name] if name not in names else []
             continue
-        tier = run_url.open_other_place(url, name)
-        if _place(tier) not in there:
+        tier = run_url.open_tier_at(url, name)
+        if _location(tier) not in there:
             found.append(tier)
     return tuple(found), unknown
 
@@ -133,20 +133,20 @@ def _told(records: Mapping[int, AttemptRecord]) -> list[tuple[str, str]]:
     return []
 
 
-def where(place: Tier) -> str:
+def where(run_tier: Tier) -> str:
     """Return the run directory as stored in records: a whole path, or a URL without secrets."""
-    is_url = "://" in place.url
-    return launch.redact_text(place.url) if is_url else os.path.abspath(place.url)  # noqa: PTH100
+    is_url = "://" in run_tier.url
+    return launch.redact_text(run_tier.url) if is_url else os.path.abspath(run_tier.url)  # noqa: PTH100
 
 
-def _place(tier: Tier) -> str:
+def _location(tier: Tier) -> str:
     """Return an identifier of the tier's location without access to it, which may hang."""
     return tier.url if "://" in tier.url else os.path.normpath(tier.url)
 
 
 def _open(url: str, local: Tier, name: str) -> Tier:
     run = PurePosixPath(local.url).name
-    return run_url.open_other_place(url.replace(RUN_FIELD, run), name)
+    return run_url.open_tier_at(url.replace(RUN_FIELD, run), name)
 
 
 def _free_name(url: str, taken: Sequence[str], number: int) -> str:

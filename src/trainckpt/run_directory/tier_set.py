@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 from trainckpt.attempt.log import logger
 from trainckpt.errors import ConfigurationError, TierUnavailable, TrainckptError
 from trainckpt.format.names import SnapshotName
-from trainckpt.run_directory import run_url as places
+from trainckpt.run_directory import run_url
 from trainckpt.run_directory.tier_config import WHERE, TierConfig, newest_commits, recorded, where
-from trainckpt.snapshot import attempt_history as attempt_records
-from trainckpt.snapshot import catalog, upload
+from trainckpt.snapshot import attempt_history, catalog, upload
 from trainckpt.snapshot.decrypting_tier import KeyRing
 from trainckpt.storage.local import LocalTier
 from trainckpt.storage.worker_pool import answer_within
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
     from trainckpt.format.attempt_record import AttemptRecord
     from trainckpt.snapshot.attempt_history import OtherHistory
-    from trainckpt.storage.base import Place, Tier
+    from trainckpt.storage.base import RunTier, Tier
 
 ACCEPT = "wait for it; or accept_older=True, `trainckpt resume --accept-older`, goes on without it"
 
@@ -37,7 +36,7 @@ class TierSet:
     """The tiers of one run.
 
     Attributes:
-        place: The run directory.
+        run_tier: The run directory.
         slower: The slower tiers named by the options.
         accept_older: The option.
         opener: Key ring for encrypted snapshots.
@@ -47,7 +46,7 @@ class TierSet:
         silent: Name of an unresponsive tier -> reason.
     """
 
-    place: Place
+    run_tier: RunTier
     slower: TierConfig = field(default_factory=TierConfig)
     accept_older: bool = False
     opener: KeyRing = field(default_factory=KeyRing)
@@ -75,7 +74,7 @@ class TierSet:
         if not runs and self.silent and must and not self.accept_older:
             why = "; ".join(self.silent.values())
             raise TierUnavailable(
-                f"{self.place.url} holds no run, and whether a slower tier does is not known: "
+                f"{self.run_tier.url} holds no run, and whether a slower tier does is not known: "
                 f"{why}",
                 hint=ACCEPT,
             )
@@ -90,11 +89,11 @@ class TierSet:
         for tier in self.slower.tiers:
             if self._look(tier) != run:
                 continue
-            records = attempt_records.read_attempts(tier)
+            records = attempt_history.read_attempts(tier)
             told = [r.facts[WHERE] for _, r in sorted(records.items()) if WHERE in r.facts]
-            if told and told[-1] != where(self.place):
+            if told and told[-1] != where(self.run_tier):
                 raise ConfigurationError(
-                    f"{self.place.url} holds no run, and the tier {tier.name} holds that of "
+                    f"{self.run_tier.url} holds no run, and the tier {tier.name} holds that of "
                     f"{str(told[-1])[:200]}",
                     hint="name other tiers for a new run ({run} in a URL stands for the name of "
                     "its place); or, to go on with that run from here, resume='required'",
@@ -103,11 +102,11 @@ class TierSet:
     def adopt(self, run: str) -> None:
         """Adopt the run of the slower tiers in the run directory, with all their records."""
         holders = [tier for tier in self.slower.tiers if self._look(tier) == run]
-        holders.sort(key=attempt_records.newest, reverse=True)
+        holders.sort(key=attempt_history.newest, reverse=True)
         for tier in holders:
-            upload.adopt(self.place, tier)
+            upload.adopt(self.run_tier, tier)
         names = ", ".join(tier.name for tier in holders)
-        logger.warning("%s holds no run: it goes on from what is in %s", self.place.url, names)
+        logger.warning("%s holds no run: it goes on from what is in %s", self.run_tier.url, names)
 
     def look(self, run: str, records: Mapping[int, AttemptRecord]) -> list[list[str]]:
         """Find the responding tiers with the run, including those recorded by attempts.
@@ -119,7 +118,7 @@ class TierSet:
             ConfigurationError: an option names the run directory again, by a link or a mount.
         """
         self.answering, self.empty, told = [], [], []
-        also, unknown = recorded(records, self.place, self.slower.tiers)
+        also, unknown = recorded(records, self.run_tier, self.slower.tiers)
         for name in unknown:
             self.silent[name] = f"the URL of the tier {name} holds a secret that was not stored"
         for tier in (*self.slower.tiers, *also):
@@ -144,9 +143,9 @@ class TierSet:
     def open(self, told: Sequence[Sequence[str]]) -> tuple[Tier, ...]:
         """Open the run directory and the tiers reported by rank 0."""
         by_name = {tier.name: tier for tier in self.slower.tiers}
-        found: list[Tier] = [self.place]
+        found: list[Tier] = [self.run_tier]
         for name, url in told:
-            found.append(places.open_other_place(url, name) if url else by_name[name])
+            found.append(run_url.open_tier_at(url, name) if url else by_name[name])
         return tuple(found)
 
     def candidates(
@@ -156,7 +155,7 @@ class TierSet:
         parse = catalog.cached_parse()
         while True:
             try:
-                return catalog.read_copies((self.place, *self.answering), run, records, parse)
+                return catalog.read_copies((self.run_tier, *self.answering), run, records, parse)
             except TierUnavailable as error:
                 if not self._leave_out(error):
                     raise
@@ -197,21 +196,21 @@ class TierSet:
         """Return the run in the tier; None if it holds none or does not answer."""
         self.silent.pop(tier.name, None)
         try:
-            return answer_within(tier.url, lambda: attempt_records.run_id(tier))
+            return answer_within(tier.url, lambda: attempt_history.run_id(tier))
         except TrainckptError as error:
             self.silent[tier.name] = error.message
             return None
 
     def _is_the_place(self, tier: Tier) -> bool:
         """Return True if both are one folder under two names, and thus no copy."""
-        if not (isinstance(tier, LocalTier) and isinstance(self.place, LocalTier)):
+        if not (isinstance(tier, LocalTier) and isinstance(self.run_tier, LocalTier)):
             return False
-        ours, theirs, same = self.place.root, tier.root, False
+        ours, theirs, same = self.run_tier.root, tier.root, False
         with contextlib.suppress(OSError, TrainckptError):
             same = answer_within(tier.url, lambda: theirs.samefile(ours))
         if same and tier in self.slower.tiers:
             raise ConfigurationError(
-                f"the tier {tier.name} at {tier.url} is {self.place.url} by another name: it "
+                f"the tier {tier.name} at {tier.url} is {self.run_tier.url} by another name: it "
                 "would hold no copy",
                 hint="name another place, and not the run's own",
             )
@@ -259,13 +258,13 @@ def catch_up(
         tiers, brought = reach.look(run, records), False
         for tier in tuple(reach.answering):
             try:
-                theirs = attempt_records.read_theirs(tier, records)
+                theirs = attempt_history.read_theirs(tier, records)
             except TrainckptError as error:
                 reach.leave(tier, error.message)
                 continue
             try:
                 _must_be_of(reach, theirs, sure=sure)
-                written = attempt_records.bring(reach.place, records, theirs)
+                written = attempt_history.bring(reach.run_tier, records, theirs)
             except ConfigurationError as error:
                 if tier in reach.slower.tiers:
                     raise
@@ -276,7 +275,7 @@ def catch_up(
             if written:
                 logger.warning(
                     "%s was behind: the tier %s told it of the attempts %s",
-                    reach.place.url,
+                    reach.run_tier.url,
                     tier.name,
                     ", ".join(map(str, sorted(written))),
                 )
@@ -289,11 +288,11 @@ def catch_up(
 def _must_be_of(reach: TierSet, theirs: OtherHistory, *, sure: bool) -> None:
     """Refuse attempts of a run at another place: that one, or this, is a copy."""
     told = [r.facts[WHERE] for _, r in sorted(theirs.records.items()) if WHERE in r.facts]
-    if sure or not theirs.saved or not told or told[-1] == where(reach.place):
+    if sure or not theirs.saved or not told or told[-1] == where(reach.run_tier):
         return
     raise ConfigurationError(
         f"the tier {theirs.tier.name} at {theirs.tier.url} holds attempts of the run at "
-        f"{str(told[-1])[:200]} that {reach.place.url} lacks: one of the two is a copy of the "
+        f"{str(told[-1])[:200]} that {reach.run_tier.url} lacks: one of the two is a copy of the "
         "other",
         hint="name other tiers for a copy that goes its own way ({run} in a URL stands for the "
         "name of its place); or, to go on from here with what that run did, resume='required'",

@@ -31,7 +31,7 @@ from trainckpt.attempt.log import logger
 from trainckpt.errors import ConfigurationError, NothingToResume, TierUnavailable, TrainckptError
 from trainckpt.preemption import slurm
 from trainckpt.ranks.store import RANKS_TIMEOUT_S, gather_or_raise
-from trainckpt.snapshot import attempt_history as attempt_records
+from trainckpt.snapshot import attempt_history
 from trainckpt.storage import fs_probe
 from trainckpt.storage.local import LocalTier
 from trainckpt.storage.worker_pool import answer_within
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from trainckpt.ranks.store import RankStore
     from trainckpt.run_directory.tier_set import TierSet
-    from trainckpt.storage.base import Place, Tier
+    from trainckpt.storage.base import RunTier, Tier
     from trainckpt.storage.object_store import ObjectStoreTier
 
 
@@ -76,7 +76,7 @@ def own_view() -> str:
 
 
 def attach(
-    tier: Place,
+    tier: RunTier,
     channel: RankStore,
     seats: Sequence[RankLocation],
     mode: str,
@@ -107,7 +107,7 @@ def attach(
     def look() -> dict[str, Any]:
         if rank not in firsts:
             return {}
-        run = answer_within(tier.url, lambda: attempt_records.run_id(tier))
+        run = answer_within(tier.url, lambda: attempt_history.run_id(tier))
         evidence = launch.evidence_of_restart()
         if run is None and rank == 0 and mode == "auto" and not by_name:
             evidence = _unless_nothing_began(evidence)
@@ -180,7 +180,7 @@ def leaders(seats: Sequence[RankLocation]) -> list[int]:
     return sorted(first.values())
 
 
-def _must_be_new(tier: Place, mode: str, evidence: str, *, by_name: bool) -> None:
+def _must_be_new(tier: RunTier, mode: str, evidence: str, *, by_name: bool) -> None:
     if mode == "required" or (mode == "auto" and (evidence or by_name)):
         why = f", and {evidence} says this is a restart" if evidence else ""
         raise NothingToResume(f"there is no run at {tier.url}{why}", hint=_how_to_begin(evidence))
@@ -202,7 +202,7 @@ def _how_to_begin(evidence: str) -> str:
     )
 
 
-def _measure(tier: Place, rank: int) -> dict[str, Any]:
+def _measure(tier: RunTier, rank: int) -> dict[str, Any]:
     if rank != 0:
         return {}
     if not isinstance(tier, LocalTier):
@@ -240,7 +240,7 @@ class _VisibilityProbe:
 
     def __init__(
         self,
-        tier: Place,
+        tier: RunTier,
         channel: RankStore,
         seats: Sequence[RankLocation],
         leaders: Sequence[int],
@@ -341,9 +341,9 @@ class _VisibilityProbe:
 RUN, TIERS = "run", "tiers"
 
 
-def own_places(place: Tier, slower: Sequence[Tier]) -> list[list[str]]:
+def own_places(run_tier: Tier, slower: Sequence[Tier]) -> list[list[str]]:
     """Return the name and location of each tier given to this rank, its run directory first."""
-    return [[tier.name, _where(tier.url)] for tier in (place, *slower)]
+    return [[tier.name, _where(tier.url)] for tier in (run_tier, *slower)]
 
 
 def must_be_the_same(views: Sequence[str], everyone: Sequence[Sequence[Sequence[str]]]) -> None:

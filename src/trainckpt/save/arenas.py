@@ -108,7 +108,7 @@ class Arenas:
         self.newest = newest
         self.device_copier = DeviceCopier(say=logger.warning)
         self.device_copier.look_for_recorded()
-        self._place = SharedMemoryDir.of(run)
+        self._memory_dir = SharedMemoryDir.of(run)
         self._rank = rank
         self._ranks = tuple(local_ranks)
         self._budget = budget
@@ -236,7 +236,7 @@ class Arenas:
 
     def publish(self, name: SnapshotName, file: str) -> None:
         """Publish the bytes of the committed save in flight: they are found in memory too."""
-        if self._filled is None or self._place is None:
+        if self._filled is None or self._memory_dir is None:
             return
         folder = name.folder
         try:
@@ -273,12 +273,12 @@ class Arenas:
 
     def _remove_older(self, name: SnapshotName) -> None:
         """Remove the arenas of earlier attempts: this one has committed."""
-        assert self._place is not None
-        old = [folder for folder in self._place.folders() if _age([folder])[0] < name.attempt]
+        assert self._memory_dir is not None
+        old = [folder for folder in self._memory_dir.folders() if _age([folder])[0] < name.attempt]
         with contextlib.suppress(OSError):
             if self._rank == self._ranks[0]:
-                self._place.forget(old)
-            self._place.keep_arenas(self._ranks, self._rank, [a.path for a in self._open])
+                self._memory_dir.forget(old)
+            self._memory_dir.keep_arenas(self._ranks, self._rank, [a.path for a in self._open])
 
     def close(self, *, keep: bool) -> None:
         """End the attempt; `keep` shared memory for the next."""
@@ -291,10 +291,10 @@ class Arenas:
             self._open = []
         self._close()
         self.device_copier.close()
-        if not keep and self._place is not None:
-            self._place.give_back(self._rank)  # arenas used before another kind was chosen
-            if not self._place.folders():
-                self._place.remove()
+        if not keep and self._memory_dir is not None:
+            self._memory_dir.give_back(self._rank)  # arenas used before another kind was chosen
+            if not self._memory_dir.folders():
+                self._memory_dir.remove()
 
     def _reserve_arena(self, kind: str, num_bytes: int, number: int) -> Arena | None:
         """Return a reserved arena that may be overwritten; None if the system refuses it."""
@@ -310,12 +310,12 @@ class Arenas:
                 number = min(number, len(self._open))
                 continue
             self._filled = arena
-            assert self._place is not None
-            memory = f"shared memory in {self._place.root}"
+            assert self._memory_dir is not None
+            memory = f"shared memory in {self._memory_dir.root}"
             if not arena.outlives:
                 memory = (
                     "private memory, so no copy outlives the process: "
-                    f"{self._place.root.parent.parent} has no room for them (docker run "
+                    f"{self._memory_dir.root.parent.parent} has no room for them (docker run "
                     "--shm-size=8g, or --ipc=host, gives it more)"
                 )
             self._log_kind(
@@ -339,13 +339,15 @@ class Arenas:
         self._close_arenas(other_kind)
         open_paths = {arena.path for arena in self._open}
         for n in _NUMBERS:
-            if len(self._open) >= number or self._place is None:
+            if len(self._open) >= number or self._memory_dir is None:
                 break
-            path = self._place.path_of(self._rank, n)
+            path = self._memory_dir.path_of(self._rank, n)
             with contextlib.suppress(OSError):  # such as `ArenaInUse`
                 if path not in open_paths:
                     is_own = kind == OWN
-                    self._open.append(Own(self._place) if is_own else self._place.open_arena(path))
+                    self._open.append(
+                        Own(self._memory_dir) if is_own else self._memory_dir.open_arena(path)
+                    )
                     self._open[-1].keeps = self.device_copier.keep
         too_many = max(len(self._open) - number, 0)
         for arena in sorted(self._open, key=lambda a: _age(a.holds()))[:too_many]:
@@ -359,26 +361,28 @@ class Arenas:
         That memory counts in no budget, and would be overwritten next.
         """
         if not (
-            self._place and self._superseded and any(self.newest in a.holds() for a in self._open)
+            self._memory_dir
+            and self._superseded
+            and any(self.newest in a.holds() for a in self._open)
         ):
             return
         for path in self._superseded - {arena.path for arena in self._open}:
             with contextlib.suppress(OSError):
-                self._place.open_arena(path).remove()
+                self._memory_dir.open_arena(path).remove()
                 self._superseded.discard(path)
 
     def _memory_space(self, num_bytes: int) -> MemorySpace:
         in_files = sum(arena.capacity_bytes for arena in self._open if arena.outlives)
         in_memfds = sum(arena.capacity_bytes for arena in self._open if not arena.outlives)
-        shared, free = self._place is not None, 0
-        if self._place is not None:
+        shared, free = self._memory_dir is not None, 0
+        if self._memory_dir is not None:
             try:
-                in_files = in_files if self._open else self._place.left_by(self._rank)
-                free = self._place.free_bytes // len(self._ranks)
+                in_files = in_files if self._open else self._memory_dir.left_by(self._rank)
+                free = self._memory_dir.free_bytes // len(self._ranks)
             except OSError:
                 shared = False
         budget = self._allowed_bytes(num_bytes, in_files + in_memfds)
-        beyond = self._place is not None and has_memfd()
+        beyond = self._memory_dir is not None and has_memfd()
         return MemorySpace(budget, shared, free + in_files, beyond)
 
     def _allowed_bytes(self, num_bytes: int, shared_bytes: int) -> int | None:

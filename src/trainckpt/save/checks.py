@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from trainckpt.format.shard_file import ShardHeader
     from trainckpt.ranks.store import RankStore
     from trainckpt.state.registry import Registry
-    from trainckpt.storage.base import Place
+    from trainckpt.storage.base import RunTier
 
 
 def check_storable(
-    channel: RankStore, registry: Registry, tier: Place, *, at_first: bool, excludes: bool
+    channel: RankStore, registry: Registry, tier: RunTier, *, at_first: bool, excludes: bool
 ) -> None:
     """Refuse a state that no save could store, and warn if the disk lacks room for it.
 

@@ -202,7 +202,7 @@ def read_theirs(tier: Readable, ours: Mapping[int, AttemptRecord]) -> OtherHisto
     )
 
 
-def bring(place: Tier, ours: Mapping[int, AttemptRecord], theirs: OtherHistory) -> list[int]:
+def bring(run_tier: Tier, ours: Mapping[int, AttemptRecord], theirs: OtherHistory) -> list[int]:
     """Merge the tier's history into the run directory.
 
     A crash between two writes leaves differences, so the next start repeats the merge.
@@ -214,28 +214,28 @@ def bring(place: Tier, ours: Mapping[int, AttemptRecord], theirs: OtherHistory) 
         ConfigurationError: a fork, and both sides have saved.
     """
     own = {n: r for n, r in ours.items() if theirs.fork is not None and n >= theirs.fork}
-    kept = bool(own) and has_saved(place, own)
+    kept = bool(own) and has_saved(run_tier, own)
     if theirs.fork is not None and kept and theirs.saved:
-        raise forked(place, theirs.tier, theirs.fork)
+        raise forked(run_tier, theirs.tier, theirs.fork)
     written = []
     for number in () if kept else sorted(own.keys() - theirs.raw.keys(), reverse=True):
         if own[number].parent != UNDECIDED:
-            replace(place, own[number].with_(parent=UNDECIDED))
+            replace(run_tier, own[number].with_(parent=UNDECIDED))
             written.append(number)
     for number in () if kept else sorted(own.keys() & theirs.raw.keys()):
-        place.replace(record_key(number), theirs.raw[number])
+        run_tier.replace(record_key(number), theirs.raw[number])
         written.append(number)
     for number in sorted(theirs.raw.keys() - ours.keys()):
         data = theirs.raw[number]
         if kept and theirs.fork is not None and number > theirs.fork:
             data = theirs.records[number].with_(parent=UNDECIDED).dump()
-        if place.create(record_key(number), data):
+        if run_tier.create(record_key(number), data):
             written.append(number)
     return written
 
 
 def must_not_replace(
-    place: Readable, tier: Readable, number: int, ours: bytes, theirs: bytes
+    run_tier: Readable, tier: Readable, number: int, ours: bytes, theirs: bytes
 ) -> None:
     """Refuse to overwrite the record of another attempt that has saved.
 
@@ -244,16 +244,17 @@ def must_not_replace(
     """
     there = parse(number, theirs)
     if is_same(parse(number, ours), there) is False and has_saved(tier, {number: there}):
-        raise forked(place, tier, number)
+        raise forked(run_tier, tier, number)
 
 
-def forked(place: Readable, tier: Readable, number: int) -> ConfigurationError:
+def forked(run_tier: Readable, tier: Readable, number: int) -> ConfigurationError:
     """Return the error for two copies of the run with attempts of their own."""
     return ConfigurationError(
-        f"attempt {number} in {place.url} differs from attempt {number} in the tier {tier.name} at "
-        f"{tier.url}: two copies of this run have trained, and their snapshots must not be mixed",
-        hint=f"to resume from the tier, move {place.url} away; to resume from the run directory, "
-        "name other tiers",
+        f"attempt {number} in {run_tier.url} differs from attempt {number} in the tier "
+        f"{tier.name} at {tier.url}: two copies of this run have trained, and their snapshots must "
+        "not be mixed",
+        hint=f"to resume from the tier, move {run_tier.url} away; to resume from the run "
+        "directory, name other tiers",
     )
 
 

@@ -87,8 +87,8 @@ class DecryptingTier:
         own = [(f"{manifest.name}/{file.name}", file) for file in opened.files]
         for path, file in (*own, *((file.name, file) for file in opened.reached)):
             folder, _, name = path.partition("/")
-            place = ChunkPosition(manifest.run, folder, name)
-            self._sealed[f"{SNAPSHOTS}/{path}"] = file, keys[folder], place
+            position = ChunkPosition(manifest.run, folder, name)
+            self._sealed[f"{SNAPSHOTS}/{path}"] = file, keys[folder], position
         return opened
 
     def size(self, key: str) -> int | None:
@@ -134,7 +134,7 @@ class _Run(NamedTuple):
 
 class _File:
     def __init__(
-        self, tier: Readable, key: str, entry: FileEntry, secret: bytes, place: ChunkPosition
+        self, tier: Readable, key: str, entry: FileEntry, secret: bytes, position: ChunkPosition
     ) -> None:
         self._tier, self._key = tier, key
         self._kept: OrderedDict[int, memoryview] = OrderedDict()
@@ -142,7 +142,7 @@ class _File:
         tail = bytearray(min(TAIL_BYTES, entry.num_bytes))
         tier.read_into(key, entry.num_bytes - len(tail), memoryview(tail))
         footer = bytes(tail[-FOOTER_BYTES:])
-        self._unsealer = Decryptor(secret, place, footer, entry.num_bytes)
+        self._unsealer = Decryptor(secret, position, footer, entry.num_bytes)
         layout = self._unsealer.layout
         if layout.plain_bytes != entry.content.num_bytes:
             raise UnusableSnapshot(f"{key} differs from the file in its manifest")

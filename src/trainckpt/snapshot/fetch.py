@@ -43,7 +43,7 @@ MOSTLY = 0.5  # share of replicated bytes above which fetching together pays
 
 def fetch(
     tier: Readable,
-    place: SharedMemoryDir,
+    memory_dir: SharedMemoryDir,
     manifest: Manifest,
     numbers: Iterable[int],
     *,
@@ -53,7 +53,7 @@ def fetch(
 
     Args:
         tier: The source.
-        place: The destination.
+        memory_dir: The destination.
         manifest: The snapshot's.
         numbers: The ranks.
         awaited: Until it is set, other readers need the disk, so few reads are in flight.
@@ -62,9 +62,9 @@ def fetch(
     came, folder = [], manifest.name.folder
     for number in numbers:
         file = manifest.files[number]
-        if is_there(place, manifest, number):
+        if is_there(memory_dir, manifest, number):
             continue
-        arena = _arena(place, number)
+        arena = _arena(memory_dir, number)
         if arena is None:
             continue
         with contextlib.closing(arena):
@@ -95,18 +95,18 @@ def held_bytes(manifest: Manifest) -> int:
     return sum(e.num_bytes * (e.layout.num_replicas if e.layout else world) for e in each)
 
 
-def is_there(place: SharedMemoryDir, manifest: Manifest, number: int) -> bool:
+def is_there(memory_dir: SharedMemoryDir, manifest: Manifest, number: int) -> bool:
     """Return True if this host's memory holds the file, valid or not."""
     file = manifest.files[number]
-    held = place.held(manifest.name.folder, file.name, file.content.num_bytes)
+    held = memory_dir.held(manifest.name.folder, file.name, file.content.num_bytes)
     if held is not None:
         held.close()
     return held is not None
 
 
-def room_for(place: SharedMemoryDir, manifest: Manifest, number: int) -> Arena | None:
+def room_for(memory_dir: SharedMemoryDir, manifest: Manifest, number: int) -> Arena | None:
     """Return an arena with memory reserved for the file, to fill and publish; None: no room."""
-    arena = _arena(place, number)
+    arena = _arena(memory_dir, number)
     if arena is not None:
         try:
             arena.reserve(manifest.files[number].content.num_bytes)
@@ -116,12 +116,12 @@ def room_for(place: SharedMemoryDir, manifest: Manifest, number: int) -> Arena |
     return arena
 
 
-def _arena(place: SharedMemoryDir, rank: int) -> Arena | None:
+def _arena(memory_dir: SharedMemoryDir, rank: int) -> Arena | None:
     """Return a free arena of this rank, preferably an empty one; None if all are in use."""
     found: list[Arena] = []
     for number in NUMBERS:
         with contextlib.suppress(ArenaInUse, OSError):
-            found.append(place.arena(rank, number))
+            found.append(memory_dir.arena(rank, number))
     found.sort(key=lambda arena: len(arena.holds()))
     for arena in found[1:]:
         arena.close()

@@ -210,11 +210,11 @@ def _blocks(
     check(0)
 
 
-def found_there(place: Readable, target: Tier, run: str, *, again: bool = False) -> None:
+def found_there(run_tier: Readable, target: Tier, run: str, *, again: bool = False) -> None:
     """Record this run's id in the slower tier, if the tier has no run yet.
 
     Args:
-        place: The run directory.
+        run_tier: The run directory.
         target, run: The tier, and the id of the run.
         again: The tier had the run before; without it now, its file system has vanished.
 
@@ -228,7 +228,7 @@ def found_there(place: Readable, target: Tier, run: str, *, again: bool = False)
             f"{target.url} is gone", hint="see whether its file system is mounted"
         )
     if there is None:
-        target.create(names.RUN_RECORD, place.read(names.RUN_RECORD, max_bytes=MAX_BYTES))
+        target.create(names.RUN_RECORD, run_tier.read(names.RUN_RECORD, max_bytes=MAX_BYTES))
         there = attempt_history.run_id(target)
     if there != run:
         raise another_run(target, there)
@@ -243,11 +243,11 @@ def another_run(target: Readable, there: str | None) -> ConfigurationError:
     )
 
 
-def mirror_records(place: Readable, target: Tier, sent: dict[str, bytes]) -> None:
+def mirror_records(run_tier: Readable, target: Tier, sent: dict[str, bytes]) -> None:
     """Copy attempt records missing or outdated in the tier.
 
     Args:
-        place, target: The source and the destination.
+        run_tier, target: The source and the destination.
         sent: Records known to be there, by name; updated.
 
     Raises:
@@ -256,16 +256,16 @@ def mirror_records(place: Readable, target: Tier, sent: dict[str, bytes]) -> Non
         TierUnavailable: either tier refused.
     """
     changed = {}
-    for name in place.list(names.ATTEMPTS):
+    for name in run_tier.list(names.ATTEMPTS):
         if (number := names.recorded_attempt(name)) is None:
             continue
         key = f"{names.ATTEMPTS}/{name}"
-        data = place.read(key, max_bytes=MAX_BYTES)
+        data = run_tier.read(key, max_bytes=MAX_BYTES)
         if sent.get(name) != data and target.size(key) is not None:
             with contextlib.suppress(UnusableSnapshot):
                 sent[name] = target.read(key, max_bytes=MAX_BYTES)
             if name in sent and sent[name] != data:
-                attempt_history.must_not_replace(place, target, number, data, sent[name])
+                attempt_history.must_not_replace(run_tier, target, number, data, sent[name])
         if sent.get(name) != data:
             changed[name] = data
     for name, data in changed.items():

@@ -95,24 +95,24 @@ def choose_tier(
         left_s: Until the deadline; None: there is none.
         options: The candidates, the run directory first.
     """
-    place = options[0]
+    preferred = options[0]
     safe = [option for option in options if option.outlives_machine or not machine_goes]
-    if place in safe and left_s is None:
-        return place, "there is no deadline"
-    if place in safe and place.predicted_s is None:
-        return place, "no save was measured yet"
-    if place in safe and place.fits(left_s):
-        return place, f"it fits into the {left_s:.1f} s left"
+    if preferred in safe and left_s is None:
+        return preferred, "there is no deadline"
+    if preferred in safe and preferred.predicted_s is None:
+        return preferred, "no save was measured yet"
+    if preferred in safe and preferred.fits(left_s):
+        return preferred, f"it fits into the {left_s:.1f} s left"
     fitting = [option for option in safe if option.predicted_s is not None and option.fits(left_s)]
     fastest = min(fitting, key=lambda option: option.predicted_s or 0.0, default=None)
     if fastest is None:
         what = f"{machine_goes}, and nothing" if machine_goes else "nothing"
         more = "" if left_s is None else f" and fits into the {left_s:.1f} s left"
-        return place, f"{what} else outlives that{more}"
-    if machine_goes and not place.outlives_machine:
-        return fastest, f"{machine_goes}: {place.tier} may be lost with it"
-    took = f"{place.predicted_s:.1f} s" if place.predicted_s is not None else "longer"
-    return fastest, f"{place.tier} would take about {took}, and {left_s:.1f} s are left"
+        return preferred, f"{what} else outlives that{more}"
+    if machine_goes and not preferred.outlives_machine:
+        return fastest, f"{machine_goes}: {preferred.tier} may be lost with it"
+    took = f"{preferred.predicted_s:.1f} s" if preferred.predicted_s is not None else "longer"
+    return fastest, f"{preferred.tier} would take about {took}, and {left_s:.1f} s are left"
 
 
 def tier_options(everyone: Sequence[Mapping[str, Any]]) -> list[TierOption]:

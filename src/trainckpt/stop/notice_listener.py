@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from trainckpt.ranks.boundary_gate import BoundaryGate
     from trainckpt.ranks.store import RankStore
     from trainckpt.save.estimates import SaveEstimator
-    from trainckpt.storage.base import Place
+    from trainckpt.storage.base import RunTier
 
 
 STOPPING = "stopping at the next boundary shared by all ranks"
@@ -115,7 +115,7 @@ class NoticeListener:
         self,
         *,
         gate: BoundaryGate,
-        tier: Place,
+        tier: RunTier,
         estimator: SaveEstimator,
         options: Options,
         status_writer: RankStatusWriter,

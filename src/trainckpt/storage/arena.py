@@ -200,11 +200,11 @@ class Arena:
 
     outlives = True
 
-    def __init__(self, place: SharedMemoryDir, path: Path, descriptor: int) -> None:
+    def __init__(self, memory_dir: SharedMemoryDir, path: Path, descriptor: int) -> None:
         self.path = path
         self.memory = self.reserved = memoryview(b"")
         self.keeps: Callable[[memoryview, int], object] = lambda *_: None
-        self._place = place
+        self._memory_dir = memory_dir
         self._descriptor = descriptor
         self._mapping: mmap.mmap | None = None
 
@@ -330,7 +330,7 @@ class Arena:
 
     def publish(self, folder: str, name: str) -> None:
         """Give the bytes their name as a file of a snapshot. They must not change any more."""
-        target = self._place.root / folder
+        target = self._memory_dir.root / folder
         must_be_private(target.parent)
         must_be_private(target)
         path = target / name
@@ -350,7 +350,7 @@ class Arena:
 
     def _names(self) -> list[Path]:
         status = os.fstat(self._descriptor)
-        return self._place.names_of(status.st_ino) if status.st_nlink > 1 else []
+        return self._memory_dir.names_of(status.st_ino) if status.st_nlink > 1 else []
 
     @property
     def descriptor(self) -> int:
@@ -379,9 +379,9 @@ class Own(Arena):
 
     outlives = False
 
-    def __init__(self, place: SharedMemoryDir) -> None:
+    def __init__(self, memory_dir: SharedMemoryDir) -> None:
         """Make the memfd; `OSError` as the system reports it."""
-        super().__init__(place, Path("memfd"), make_memfd())
+        super().__init__(memory_dir, Path("memfd"), make_memfd())
         self._folder: str | None = None
 
     def publish(self, folder: str, name: str) -> None:  # noqa: ARG002 - signature of the base

@@ -77,7 +77,8 @@ class Tier(Readable, Protocol):
     def clear_unfinished(self, folder: str) -> None: ...
 
 
-Place = LocalTier | ObjectStoreTier
+# What a run directory can be.
+RunTier = LocalTier | ObjectStoreTier
 
 
 def health_of(tier: Tier) -> Health | None:

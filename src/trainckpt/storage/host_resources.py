@@ -141,16 +141,16 @@ def training_bytes(held_bytes: int, new_processes: int = 0) -> int:
     return int(held_bytes * (1 + GRADIENTS)) + new_processes * PROCESS_BYTES
 
 
-def has_room(place: SharedMemoryDir, num_bytes: int, training: int = 0) -> bool:
+def has_room(memory_dir: SharedMemoryDir, num_bytes: int, training: int = 0) -> bool:
     """Return True if so much fits into shared memory, in place of this run's present content.
 
     Args:
-        place: The shared memory.
+        memory_dir: The shared memory.
         num_bytes: Bytes to add.
         training: Bytes that the ranks of this host will need beside it.
     """
-    taken = place.num_bytes
-    room = [place.free_bytes + taken]
+    taken = memory_dir.num_bytes
+    room = [memory_dir.free_bytes + taken]
     if (budget := budget_bytes(DEFAULT_SHARE, None)) is not None:
         room.append(budget)
     if (available := available_bytes()) is not None:

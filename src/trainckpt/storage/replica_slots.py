@@ -33,12 +33,12 @@ MANIFEST = "manifest.json"
 class DoubleBuffer:
     """Two arenas for one kind of file; the one without the newest snapshot may be filled."""
 
-    def __init__(self, place: SharedMemoryDir, name: str, *, anew: bool = False) -> None:
+    def __init__(self, memory_dir: SharedMemoryDir, name: str, *, anew: bool = False) -> None:
         """Open the slots; with `anew`, replace arenas left unfinished by an earlier attempt.
 
         A process of that attempt may still be writing to them.
         """
-        self._place, self._name, self._anew = place, name, anew
+        self._memory_dir, self._name, self._anew = memory_dir, name, anew
         self._open: dict[int, Arena] = {}
 
     def free(self, newest: str | None) -> Arena:
@@ -49,12 +49,12 @@ class DoubleBuffer:
         """
         for number in range(2):
             if number not in self._open:
-                path = arena_path(self._place, self._name, number)
+                path = arena_path(self._memory_dir, self._name, number)
                 with contextlib.suppress(ArenaInUse):
-                    opened = self._place.open_arena(path)
+                    opened = self._memory_dir.open_arena(path)
                     if self._anew and not opened.holds():
                         opened.remove()
-                        opened = self._place.open_arena(path)
+                        opened = self._memory_dir.open_arena(path)
                     self._open[number] = opened
             arena = self._open.get(number)
             if arena is not None and newest not in arena.holds():
@@ -85,9 +85,9 @@ class DoubleBuffer:
         self._open.clear()
 
 
-def arena_path(place: SharedMemoryDir, name: str, number: int) -> Path:
+def arena_path(memory_dir: SharedMemoryDir, name: str, number: int) -> Path:
     """Return the path of one of a slot's two arenas."""
-    return place.root / "arenas" / f"{name}.{number}"
+    return memory_dir.root / "arenas" / f"{name}.{number}"
 
 
 def sealed_slot(rank: int) -> str:
@@ -100,27 +100,27 @@ def fetched_slot(rank: int) -> str:
     return f"fetched{rank:05d}"
 
 
-def remove_slot(place: SharedMemoryDir, name: str) -> None:
+def remove_slot(memory_dir: SharedMemoryDir, name: str) -> None:
     """Remove a slot's unlocked arenas and their published names."""
     for number in range(2):
-        path = arena_path(place, name, number)
+        path = arena_path(memory_dir, name, number)
         if path.exists():
             with contextlib.suppress(OSError):
-                place.open_arena(path).remove()
+                memory_dir.open_arena(path).remove()
 
 
-def write_manifest(place: SharedMemoryDir, folder: str, data: bytes) -> None:
+def write_manifest(memory_dir: SharedMemoryDir, folder: str, data: bytes) -> None:
     """Write the manifest atomically: readers find it whole or not at all."""
-    target = place.root / folder
+    target = memory_dir.root / folder
     must_be_private(target.parent)
     must_be_private(target)
     write_private(target / MANIFEST, data)
 
 
-def read_manifest(place: SharedMemoryDir, folder: str, max_bytes: int) -> bytes | None:
+def read_manifest(memory_dir: SharedMemoryDir, folder: str, max_bytes: int) -> bytes | None:
     """Return the manifest; None if it is missing or longer than `max_bytes`."""
     try:
-        descriptor = os.open(place.root / folder / MANIFEST, os.O_RDONLY | os.O_NOFOLLOW)
+        descriptor = os.open(memory_dir.root / folder / MANIFEST, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
         return None
     with os.fdopen(descriptor, "rb") as file:
@@ -128,18 +128,18 @@ def read_manifest(place: SharedMemoryDir, folder: str, max_bytes: int) -> bytes 
     return data if len(data) <= max_bytes else None
 
 
-def release_manifests(place: SharedMemoryDir, keep: Iterable[str]) -> None:
+def release_manifests(memory_dir: SharedMemoryDir, keep: Iterable[str]) -> None:
     """Remove the manifests of all snapshots except those in `keep`."""
     kept = set(keep)
-    for folder in place.folders():
+    for folder in memory_dir.folders():
         if folder not in kept:
             with contextlib.suppress(OSError):
-                (place.root / folder / MANIFEST).unlink(missing_ok=True)
-                (place.root / folder).rmdir()  # fails if it has other files
+                (memory_dir.root / folder / MANIFEST).unlink(missing_ok=True)
+                (memory_dir.root / folder).rmdir()  # fails if it has other files
 
 
-def files(place: SharedMemoryDir, folder: str) -> list[str]:
+def files(memory_dir: SharedMemoryDir, folder: str) -> list[str]:
     """Return the file names in memory of one snapshot, including the manifest; sorted."""
     with contextlib.suppress(OSError):
-        return sorted(path.name for path in (place.root / folder).iterdir())
+        return sorted(path.name for path in (memory_dir.root / folder).iterdir())
     return []

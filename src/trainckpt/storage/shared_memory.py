@@ -68,21 +68,21 @@ class SharedMemoryDir:
         root, real = _user_folder(), _real(run)
         if root is None:
             return None
-        place = cls(root / _name_of(real))
-        owner = place.root / _OWNER
+        memory_dir = cls(root / _name_of(real))
+        owner = memory_dir.root / _OWNER
         with contextlib.suppress(OSError):
-            if make_private(place.root):
+            if make_private(memory_dir.root):
                 if not (owner.exists() and owner.stat().st_size):
                     write_private(owner, os.fsencode(real))
-                return place
+                return memory_dir
         return None
 
     @classmethod
     def found(cls, run: str) -> SharedMemoryDir | None:
         """Return the memory of this run if it exists already; make nothing."""
         root = _user_folder(make=False)
-        place = cls(root / _name_of(_real(run))) if root is not None else None
-        return place if place is not None and is_private(place.root) else None
+        memory_dir = cls(root / _name_of(_real(run))) if root is not None else None
+        return memory_dir if memory_dir is not None and is_private(memory_dir.root) else None
 
     def arena(self, rank: int, number: int) -> Arena:
         """Return arena `number` of a rank, locked for writing.
@@ -264,9 +264,9 @@ def reclaim() -> None:
             is_gone = answer(max(until_s - time.monotonic(), 0))
             # On this thread: opening and closing files drops the process's locks.
             with contextlib.suppress(OSError, ValueError):
-                place = SharedMemoryDir(folder)
-                if is_gone is not None and is_gone() and not place.is_in_use:
-                    place.remove()
+                memory_dir = SharedMemoryDir(folder)
+                if is_gone is not None and is_gone() and not memory_dir.is_in_use:
+                    memory_dir.remove()
 
 
 def _is_gone(folder: Path) -> bool:

@@ -100,7 +100,7 @@ class MemoryCachedTier:
     """
 
     def __init__(
-        self, tier: Readable, place: SharedMemoryDir | None, *, num_threads: int = 1
+        self, tier: Readable, memory_dir: SharedMemoryDir | None, *, num_threads: int = 1
     ) -> None:
         self.name, self.url = tier.name, tier.url
         # A file in memory only does not exist.
@@ -108,7 +108,7 @@ class MemoryCachedTier:
         self.num_threads = num_threads
         self.used: list[str] = []
         self._tier = tier
-        self._place = place
+        self._memory_dir = memory_dir
         self._held: dict[str, MappedShard | None] = {}
 
     def read_into(self, key: str, first_byte: int, into: memoryview) -> None:
@@ -161,9 +161,9 @@ class MemoryCachedTier:
     def _find(self, key: str) -> MappedShard | None:
         if key not in self._held:
             held = None
-            if self._place is not None:
+            if self._memory_dir is not None:
                 folder, _, name = key.rpartition("/")
-                held = self._place.held(folder, name)
+                held = self._memory_dir.held(folder, name)
             if held is not None:
                 self.used.append(key)
             self._held[key] = held
