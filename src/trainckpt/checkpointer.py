@@ -241,7 +241,7 @@ class Checkpointer:
         self._registry.is_over = True
         if self._boundary(closing=True):
             cursor = self._position.cursor
-            self._requests.take_deferred(self._attempt.saver, cursor, waits=True)
+            self._requests.retry_deferred(self._attempt.saver, cursor, waits=True)
             self._attempt.shutdown.finish(cursor)
 
     # ---- loops
@@ -426,12 +426,17 @@ class Checkpointer:
         if attempt.survival is not None and resumable and not (evaluation or position.micro):
             attempt.survival.record(position.cursor)  # in case other ranks die
         if resumable and self._requests.deferred:
-            self._requests.take_deferred(attempt.saver, position.cursor)
+            self._requests.retry_deferred(attempt.saver, position.cursor)
             self._after_save(attempt)
         if resumable and schedule.due_by_steps(position.step, position.micro):
             handle = SaveHandle(is_requested=False)
             attempt.saver.save(
-                position.cursor, schedule.reason, (), handle, **schedule.save_arguments
+                position.cursor,
+                schedule.reason,
+                (),
+                handle,
+                may_skip=True,
+                in_memory=schedule.is_in_memory,
             )
             self._after_save(attempt)
         self._listener.check()
@@ -441,7 +446,7 @@ class Checkpointer:
             due := self._gate.at_boundary(resumable=resumable, window_end=not position.micro)
         ) is not None:
             if not due.stops:
-                self._requests.take(attempt.saver, position.cursor, due)
+                self._requests.save(attempt.saver, position.cursor, due)
                 self._gate.close_round(due.round)
             elif not attempt.shutdown.stop(position.cursor, due):
                 return False

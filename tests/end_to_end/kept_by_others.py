@@ -191,7 +191,7 @@ def num_keys(ckpt, found, limit_s=20.0):
     hardly more keys than were `found` before.
     """
     torch.distributed.barrier()
-    store, until_s = ckpt._context.channel.store, time.monotonic() + limit_s
+    store, until_s = ckpt._context.channel.torch_store, time.monotonic() + limit_s
     while found and store.num_keys() > found[0] + UNDER_WAY and time.monotonic() < until_s:
         time.sleep(0.01)
     number = store.num_keys()

@@ -80,7 +80,7 @@ def held(place: str, ckpt: Checkpointer) -> dict[str, int]:
         "resident bytes": int(Path("/proc/self/statm").read_text().split()[1])
         * os.sysconf("SC_PAGE_SIZE"),
         "files": sum(1 for _ in snapshots.rglob("*")),
-        "keys": ckpt._context.channel.store.num_keys(),
+        "keys": ckpt._context.channel.torch_store.num_keys(),
     }
 
 

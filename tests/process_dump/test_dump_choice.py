@@ -196,8 +196,8 @@ def test_ranks_that_rest_are_told_whatever_keeps_them_from_being_dumped(tmp_path
             ability = Ability(Path("/bin/false"), "4.2")
             dumping = Dumper(DumpTarget(process, tmp_path, (), None), ability, said.append)
             order = DumpRequest(function, os.getpid())
-            handshake.give(tmp_path, order)
-            handshake.rests(tmp_path, 0, RankQuiesced(order.id))
+            handshake.write_request(tmp_path, order)
+            handshake.report_quiesced(tmp_path, 0, RankQuiesced(order.id))
             dumping._tier, dumping._attempt = run, record.attempt
             wish = DumpReason("a test", asked=True)
             dumping._waiting = _Waiting(order, wish, record, time.monotonic())
@@ -208,7 +208,7 @@ def test_ranks_that_rest_are_told_whatever_keeps_them_from_being_dumped(tmp_path
             broken.setattr(where, function, breaks)
             assert not dumping.look([])
             assert process.poll() is None
-        return handshake.given(tmp_path).refused
+        return handshake.read_request(tmp_path).refused
 
     for where, function in (
         (process_tree, "processes"),

@@ -29,7 +29,7 @@ def test_the_multiple_a_run_resumed_from_is_not_due_again():
 
 def test_a_save_to_memory_is_due_where_none_to_the_place_is():
     policy = SaveSchedule(Every(steps=4), 0, 0.0, memory_every=Every(steps=2))
-    found = {s: policy.save_arguments["in_memory"] for s in range(9) if policy.due_by_steps(s, 0)}
+    found = {s: policy.is_in_memory for s in range(9) if policy.due_by_steps(s, 0)}
     assert found == {2: True, 4: False, 6: True, 8: False}
     by_time = SaveSchedule(Every(seconds=10), 0, 0.0, memory_every=Every(steps=2))
     assert due(by_time, [(1, 0), (2, 0), (2, 1)]) == [(2, 0)]

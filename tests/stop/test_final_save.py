@@ -221,7 +221,7 @@ def stop_on_a_slow_disk(run, **options):
         if ckpt.cursor.micro_batches == 8:
             ckpt._attempt.saver.wait()  # the one before: it would be measured, too
             for _ in range(3):
-                ckpt._timings.record_save(ckpt._estimator.facts().state_bytes, 600.0)
+                ckpt._timings.record_save(ckpt._estimator.stop_facts().state_bytes, 600.0)
             notice(run, 1, reason="maintenance", seconds_left=120)
             until = time.monotonic() + 60
             while not ckpt._gate.has_open_round():

@@ -36,18 +36,18 @@ class DumpRequest:
         return not is_alive(self.pid)
 
 
-def give(folder: Path, order: DumpRequest) -> None:
+def write_request(folder: Path, request: DumpRequest) -> None:
     """Write the request. Raise `OSError` if that is not possible."""
-    write_status(folder / ORDER, order)
+    write_status(folder / ORDER, request)
 
 
-def refuse(folder: Path, order: DumpRequest, why: str) -> None:
+def refuse_request(folder: Path, request: DumpRequest, why: str) -> None:
     """Let the ranks leave. An unwritable folder has no reader either."""
     with contextlib.suppress(OSError):
-        give(folder, replace(order, refused=why or "no reason was given"))
+        write_request(folder, replace(request, refused=why or "no reason was given"))
 
 
-def given(folder: Path) -> DumpRequest | None:
+def read_request(folder: Path) -> DumpRequest | None:
     """Return the current request, or None."""
     return read_status(folder / ORDER, DumpRequest)
 
@@ -61,12 +61,12 @@ class RankQuiesced:
     dropped: ByteCount = 0  # number of bytes dropped
 
 
-def rests(folder: Path, rank: int, told: RankQuiesced) -> None:
+def report_quiesced(folder: Path, rank: int, status: RankQuiesced) -> None:
     """Report that a rank pauses. Raise `OSError` if that is not possible."""
-    write_status(folder / f"rest{rank}.json", told)
+    write_status(folder / f"rest{rank}.json", status)
 
 
-def resting(folder: Path, order: DumpRequest) -> list[RankQuiesced]:
+def quiesced_ranks(folder: Path, request: DumpRequest) -> list[RankQuiesced]:
     """Return the ranks that pause for this request."""
     statuses = read_statuses(folder, "rest[0-9]*.json", RankQuiesced)
-    return [status for status, _ in statuses if status.id == order.id]
+    return [status for status, _ in statuses if status.id == request.id]

@@ -63,7 +63,7 @@ class Exchange:
         self.timeout_s = timeout_s
         c10d: Any = torch.distributed
         try:
-            store = c10d.PrefixStore(channel.full(key), own_connection(channel.store))
+            store = c10d.PrefixStore(channel.full(key), own_connection(channel.torch_store))
             within = timedelta(seconds=min(timeout_s, CONNECT_S))
             self._group = c10d.ProcessGroupGloo(store, self._me, len(members), within)
         except (RuntimeError, ValueError) as error:

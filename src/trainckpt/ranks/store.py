@@ -54,12 +54,12 @@ class RankStore:
     A value is never `null`: `peek` returns None for a missing key.
 
     Attributes:
-        store: The torch store; our keys lie under its prefix.
+        torch_store: The torch store; our keys lie under its prefix.
     """
 
     def __init__(self, world: World, store: Store, prefix: str = "", made_of: Any = None) -> None:
         self.world = world
-        self.store = store
+        self.torch_store = store
         self._made_of = made_of
         self._prefix = prefix
 
@@ -69,13 +69,13 @@ class RankStore:
 
     def put(self, key: str, value: Any) -> None:
         """Set `key`; an older value is replaced."""
-        self._ask("set", key, lambda: self.store.set(self._prefix + key, _dump(value)))
+        self._ask("set", key, lambda: self.torch_store.set(self._prefix + key, _dump(value)))
 
     def put_all(self, values: Mapping[str, Any]) -> None:
         """Set many keys, in one message if the store supports it."""
         keys = [self._prefix + key for key in values]
         texts = [_dump(value) for value in values.values()]
-        self._ask("set", ", ".join(values), lambda: self.store.multi_set(keys, texts))
+        self._ask("set", ", ".join(values), lambda: self.torch_store.multi_set(keys, texts))
 
     def peek(self, key: str) -> Any:
         """Return the value, or None if the key is not there. Does not block."""
@@ -89,11 +89,13 @@ class RankStore:
     def propose(self, key: str, value: Any) -> Any:
         """Set `key` unless it exists. Return the value that stands: the first."""
         full, text = self._prefix + key, _dump(value)
-        return json.loads(self._ask("set", key, lambda: self.store.compare_set(full, "", text)))
+        return json.loads(
+            self._ask("set", key, lambda: self.torch_store.compare_set(full, "", text))
+        )
 
     def count(self, key: str, by: int = 1) -> int:
         """Add `by` to a counter (absent: 0) and return the sum. A counter is no value."""
-        return int(self._ask("count", key, lambda: self.store.add(self._prefix + key, by)))
+        return int(self._ask("count", key, lambda: self.torch_store.add(self._prefix + key, by)))
 
     def wait(self, key: str, timeout_s: float) -> bool:
         """Block until `key` is there; False after `timeout_s`.
@@ -102,7 +104,7 @@ class RankStore:
         """
         limit = timedelta(seconds=max(timeout_s, 0.001))
         try:
-            self.store.wait([self._prefix + key], limit)
+            self.torch_store.wait([self._prefix + key], limit)
         except RuntimeError as error:
             if _is_timeout(error):
                 return False
@@ -112,15 +114,15 @@ class RankStore:
     def forget(self, keys: Sequence[str]) -> None:
         """Delete keys, values and counters without readers. One message each."""
         for key in keys:
-            self._ask("delete", key, partial(self.store.delete_key, self._prefix + key))
+            self._ask("delete", key, partial(self.torch_store.delete_key, self._prefix + key))
 
     def scoped(self, prefix: str) -> RankStore:
         """Return the same store with every key under `prefix`."""
-        return RankStore(self.world, self.store, f"{self._prefix}{prefix}/", self)
+        return RankStore(self.world, self.torch_store, f"{self._prefix}{prefix}/", self)
 
     def connection(self) -> RankStore:
         """Return the same channel on a store connection of its own, for a waiting thread."""
-        store = self._ask("connect", self._prefix, lambda: own_connection(self.store))
+        store = self._ask("connect", self._prefix, lambda: own_connection(self.torch_store))
         return RankStore(self.world, store, self._prefix, self)
 
     def get(self, key: str, timeout_s: float) -> Any:
@@ -198,8 +200,8 @@ class RankStore:
             )
 
     def _read(self, keys: list[str]) -> list[Any]:
-        if self.store.check(keys):
-            return [json.loads(text) for text in self.store.multi_get(keys)]
+        if self.torch_store.check(keys):
+            return [json.loads(text) for text in self.torch_store.multi_get(keys)]
         if len(keys) == 1:
             return [None]
         return [self._read([key])[0] for key in keys]
@@ -238,7 +240,7 @@ def local_store(world: World) -> RankStore:
 
 
 def own_connection(store: Store, *, clone: bool = True) -> Store:
-    """Return a second connection to the store behind `store`.
+    """Return a second connection to the store behind `torch_store`.
 
     From torch 2.8 on `Store.clone` makes one and keeps the prefixes. Before, a new TCPStore client
     is made and the prefixes are lost (they cannot be read), on all ranks alike: our own namespace

@@ -36,7 +36,12 @@ from trainckpt.save.arenas import SPARE_BYTES, ArenaUnavailable
 from trainckpt.save.checks import StaleModelCheck, TrackedNamesCheck
 from trainckpt.save.committer import ManifestDefaults, SnapshotCommitter, groups_key
 from trainckpt.save.copying import StateCopier
-from trainckpt.save.deduplication import IncrementalIndex, ReplicaCheck, SavePlanCache, verdict
+from trainckpt.save.deduplication import (
+    IncrementalIndex,
+    ReplicaCheck,
+    SavePlanCache,
+    combine_answers,
+)
 from trainckpt.save.estimates import shard_bytes, weigh
 from trainckpt.state import staging
 from trainckpt.state.capture import capture
@@ -392,7 +397,7 @@ class SaveCoordinator:
         key = groups_key(self.sequence)
         # Ranks stand at one boundary, so a collective of training would wait no longer either.
         limit_s = min(RANKS_TIMEOUT_S, collective_timeout_s())
-        agreed = self._channel.fold(key, answer, verdict, limit_s)
+        agreed = self._channel.fold(key, answer, combine_answers, limit_s)
         if agreed["error"]:
             raise SaveFailed(agreed["error"]) from cause
         if agreed["behind"]:

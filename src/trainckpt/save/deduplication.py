@@ -89,14 +89,14 @@ class ReplicaCheck:
         of_steps = sorted({captured.groups[name] for name in stepped if name in captured.groups})
         return {"groups": groups, "stepped": of_steps, "number": self._number}
 
-    def equal_groups(self, verdict: Mapping[str, Any]) -> list[str]:
+    def equal_groups(self, combined: Mapping[str, Any]) -> list[str]:
         """Return the groups that are equal on all ranks, given the result of `compare`."""
         if self._is_whole:
             self._different.clear()
-        self._number = verdict["number"]
-        self._warn(set(verdict["apart"]) - self._different)
-        self._different.update(verdict["apart"])
-        alike = [group for group in verdict["equal"] if group not in self._different]
+        self._number = combined["number"]
+        self._warn(set(combined["apart"]) - self._different)
+        self._different.update(combined["apart"])
+        alike = [group for group in combined["equal"] if group not in self._different]
         self._ever_equal.update(alike)
         return alike
 
@@ -109,7 +109,7 @@ class ReplicaCheck:
                 )
 
 
-def verdict(answers: list[dict[str, Any]]) -> dict[str, Any]:
+def combine_answers(answers: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the groups of tensors with equal replicas, or why nothing can be saved. Pure."""
     errors = [answer["error"] for answer in answers if "error" in answer]
     places = [answer["place"] for answer in answers]

@@ -209,7 +209,7 @@ class SaveEstimator:
         self.timings = timings
         self._logged = False
 
-    def facts(self) -> StopFacts:
+    def stop_facts(self) -> StopFacts:
         """Return the facts as of now."""
         weight = weigh(self._registry, gradients=False)
         budget = self._options.memory_budget
@@ -226,14 +226,14 @@ class SaveEstimator:
 
     def describe(self) -> str:
         """Describe where a stop will fall, as far as is known at start-up."""
-        mode, _ = choose_mode(self.facts(), None)
+        mode, _ = choose_mode(self.stop_facts(), None)
         if self._options.stop_at == "auto" and mode == "micro-batch":
             return "the micro-batch, or on its window's end where that is cheaper and in time"
         return "the window's end" if self._options.stop_at == "window" else f"the {mode}"
 
     def mode(self, seconds_left: float | None) -> Mode:
         """Return the mode of a notice that names none."""
-        mode, reason = choose_mode(self.facts(), seconds_left)
+        mode, reason = choose_mode(self.stop_facts(), seconds_left)
         if self._options.stop_at == "auto" and not self._logged:
             self._logged = True
             logger.debug("stops will fall on the %s: %s", mode, reason)
@@ -264,7 +264,7 @@ class SaveEstimator:
 
     def tighten_after_s(self, seconds_left: float) -> float:
         """See `must_tighten_after_s`."""
-        return must_tighten_after_s(self.facts(), seconds_left)
+        return must_tighten_after_s(self.stop_facts(), seconds_left)
 
 
 # ---- bytes of a snapshot of the registered objects: reads sizes, copies nothing

@@ -111,9 +111,9 @@ class SaveSchedule:
         self._next_s = now_s + self._seconds if self._seconds else float("inf")
 
     @property
-    def save_arguments(self) -> dict[str, bool]:
-        """Arguments for the save that `due_by_steps` has just reported due."""
-        return {"may_skip": True, "in_memory": self._in_memory}
+    def is_in_memory(self) -> bool:
+        """True if the save that `due_by_steps` has just reported due goes to memory alone."""
+        return self._in_memory
 
     def due_by_steps(self, step: int, micro: int) -> bool:
         """True once, at the first window's start at or beyond each multiple."""
@@ -187,7 +187,7 @@ class SaveRequests:
             self._tags.pop(number, None)
         return self._calls, handle
 
-    def take(
+    def save(
         self, saver: SaveCoordinator, cursor: Cursor, due: Decision, *, waits: bool = False
     ) -> bool:
         """Take a save that was agreed on; return False if all ranks deferred it. Training thread.
@@ -206,11 +206,13 @@ class SaveRequests:
             self._pause = self._until_next_try = 1
         return not handle.deferred
 
-    def take_deferred(self, saver: SaveCoordinator, cursor: Cursor, *, waits: bool = False) -> None:
+    def retry_deferred(
+        self, saver: SaveCoordinator, cursor: Cursor, *, waits: bool = False
+    ) -> None:
         """Retry deferred saves when it is time. At each boundary, on all ranks alike."""
         self._until_next_try -= 1
         while self.deferred and (waits or self._until_next_try <= 0):
-            if not self.take(saver, cursor, self.deferred[0], waits=waits):
+            if not self.save(saver, cursor, self.deferred[0], waits=waits):
                 self._pause = self._until_next_try = min(2 * self._pause, MOST_BOUNDARIES)
                 return
             del self.deferred[0]

@@ -85,7 +85,7 @@ class DumpPause:
     @property
     def is_requested(self) -> bool:
         """Return True if this rank sees a dump request."""
-        request = handshake.given(self._folder) if self._folder is not None else None
+        request = handshake.read_request(self._folder) if self._folder is not None else None
         return request is not None and request.id != self._handled_id
 
     def here(self, round_: int, snapshot: str | None) -> bool:
@@ -103,7 +103,7 @@ class DumpPause:
         if self._folder is None:
             return False
         self._times += 1
-        request = handshake.given(self._folder)
+        request = handshake.read_request(self._folder)
         if request is not None and request.refused:
             request = None  # its requester does not wait any more
         mine = {"id": request.id if request else "", "round": round_, "snapshot": snapshot}
@@ -175,11 +175,11 @@ class DumpPause:
         assert self._folder is not None
         before = self._number.value
         try:
-            handshake.rests(self._folder, self._channel.world.rank, self._quiesced)
+            handshake.report_quiesced(self._folder, self._channel.world.rank, self._quiesced)
         except OSError as error:
             return f"cannot write into the supervisor's folder: {error}"
         while True:
-            why, now = "", handshake.given(self._folder)
+            why, now = "", handshake.read_request(self._folder)
             if now is None or now.id != request.id or now.is_alone:
                 why = "its supervisor is gone"
             elif now.refused:

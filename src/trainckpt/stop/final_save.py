@@ -239,21 +239,21 @@ class FinalSave:
             return name, 0
         return name, max(1, cursor.micro_batches - at.micro_batches)
 
-    def take(
+    def save(
         self, cursor: Cursor, reason: str, deadline: Deadline, *, stops: bool = False
     ) -> SaveFailed | None:
-        """Take the save, or return the failure. Every rank calls it at the same boundary.
+        """Save, or return the failure. Every rank calls it at the same boundary.
 
         `stops`: the run goes on later, so the save may stay where the next attempt finds it.
         """
-        failure = self._take_or_skip(_End(cursor, reason, deadline, stops=stops))
+        failure = self._save_or_skip(_End(cursor, reason, deadline, stops=stops))
         left_s = _left_s(deadline)
         self._saver.join(left_s)
         within_s = PRUNE_WITHIN_S if left_s is None else min(left_s, PRUNE_WITHIN_S)
         self._saver.wait_for_retention(within_s)
         return failure
 
-    def _take_or_skip(self, end: _End) -> SaveFailed | None:
+    def _save_or_skip(self, end: _End) -> SaveFailed | None:
         saver = self._saver
         saver.replication.pause()
         self._wait(end.deadline)

@@ -147,7 +147,7 @@ class Shutdown:
         may_pause = dump_pause is not None and dump_pause.is_requested
         if not may_pause:
             self._end_survival()
-        self._final_save.take(cursor, reason, self._listener.deadline, stops=True)
+        self._final_save.save(cursor, reason, self._listener.deadline, stops=True)
         snapshot, lost = self._final_save.standing(cursor)
         if dump_pause is not None and dump_pause.here(due.round, None if lost else snapshot):
             self._channel = self._final_save.go_on(self._channel)
@@ -185,7 +185,7 @@ class Shutdown:
             SaveFailed: the final snapshot did not commit; raised after all ranks left in order.
         """
         self._end_survival()
-        failure = self._final_save.take(cursor, "final", self._listener.deadline)
+        failure = self._final_save.save(cursor, "final", self._listener.deadline)
         self._listener.finish()  # committed: whatever is decided from now on is ignored
         self._barrier("finished")
         code = failure.exit_code if failure else 0
