@@ -20,7 +20,6 @@ from trainckpt.attempt.record_writer import AttemptId, RecordWriter
 from trainckpt.attempt.status_files import CLAIMED, SUPERVISOR_VARIABLE
 from trainckpt.dumping.communicators import Communicators
 from trainckpt.dumping.lean_dump import LeanDump
-from trainckpt.format.exactness import Restored
 from trainckpt.gc_pause import gc_paused
 from trainckpt.inspect.load import put
 from trainckpt.ranks.store import RANKS_TIMEOUT_S, connect
@@ -69,11 +68,12 @@ if TYPE_CHECKING:
     from trainckpt.attempt.status_files import RankStatusWriter
     from trainckpt.attempt.tracked_files import TrackedFiles
     from trainckpt.data.loader import TrackedLoader
-    from trainckpt.format.exactness import Exactness
+    from trainckpt.format.exactness import Exactness, Restored
     from trainckpt.ranks.store import RankStore
     from trainckpt.ranks.world import World
     from trainckpt.resume.apply_phases import PhasedRestore
     from trainckpt.resume.crash_marker import CrashMarker
+    from trainckpt.save.encryption import SnapshotEncryption
     from trainckpt.save.estimates import SaveEstimator, Timings
     from trainckpt.save.requests import SaveRequests
     from trainckpt.state.registry import Registry
@@ -188,54 +188,23 @@ def _begin(context: RankContext, mode: str) -> ResumePoint:
 
 def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
     """Build the attempt's objects, in the order of their dependencies, and apply the snapshot."""
-    options, channel, registry = context.options, context.channel, context.registry
-    manifest, hosts = beginning.manifest, beginning.record.facts["hosts"]
-    devices = registry.devices()
-    own = fingerprint.describe(fingerprint.training_devices(devices))
-    everyone = channel.gather("devices", own, RANKS_TIMEOUT_S)
-    here = take_fingerprint(context.world.size, devices, everyone)
-    parent = str(manifest.name) if manifest else None
+    options, registry, manifest = context.options, context.registry, beginning.manifest
+    hosts = beginning.record.facts["hosts"]
+    environment = _fingerprint(context)
     record_writer = RecordWriter(context.tier, beginning.record, writes=context.world.rank == 0)
-    if manifest is not None:
-        encryption.check_stays_encrypted(manifest, options)
-    initial = _read_initial(context, beginning)
-    record_parent(channel, record_writer, parent, _facts(context, initial))
-    if initial is not None:
-        put(initial.loading)
-    number = AttemptId(beginning.record.attempt)
-    defaults = ManifestDefaults(beginning.run, number, parent, here, options.keep_last)
-    snapshot_encryption = encryption.set_up(options, channel, beginning.run)
-    reclaim()
-    arenas = Arenas(
-        context.tier.url,
-        context.world.rank,
-        [rank for rank, host in enumerate(hosts) if host == context.world.host],
-        options.memory_budget,
-        newest=manifest.name.folder if manifest is not None else None,
+    initial = _record_beginning(context, beginning, record_writer)
+    defaults = ManifestDefaults(
+        beginning.run,
+        AttemptId(beginning.record.attempt),
+        str(manifest.name) if manifest is not None else None,
+        environment,
+        options.keep_last,
     )
-    saver = SaveCoordinator(
-        tier=context.tier,
-        channel=channel,
-        registry=registry,
-        defaults=defaults,
-        record_writer=record_writer,
-        timings=context.timings,
-        arenas=arenas,
-        window_start=context.position.window_start,
-        encryption=snapshot_encryption,
-        uploads=_uploads(context, arenas, record_writer, defaults, beginning),
-        replication=ReplicationControl(
-            arenas,
-            context.world.rank,
-            set_up(options, channel, context.tier.url, hosts),
-            partial(set_up_local, channel, context.tier.url, hosts),
-        ),
-        saves_gradients=partial(_saves_gradients, context),
-        blocks_step=options.memory_every.steps == 1,
-    )
+    snapshot_encryption = encryption.set_up(options, context.channel, beginning.run)
+    saver = _build_saver(context, beginning, record_writer, defaults, snapshot_encryption)
     survival = set_up_survivors(
         options=options,
-        channel=channel,
+        channel=context.channel,
         tier=context.tier,
         registry=registry,
         defaults=defaults,
@@ -245,39 +214,22 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
         status_writer=context.status_writer,
         encryption=snapshot_encryption,
     )
-    dump_pause = None
-    if len(set(hosts)) == 1 and SUPERVISOR_VARIABLE in os.environ:
-        # This host has no key to read an encrypted snapshot back.
-        dump_pause = _dump_pause(
-            context, defaults, saver, lean=survival is None and snapshot_encryption is None
-        )
-    parts = list[Restored]()
-    if manifest is not None:
-        parts += other_state(beginning, own_objects(registry))
-        parts += said_by_objects(registry, beginning)
-        parts += not_deterministic(here) + differences(manifest.fingerprint, here)
+    parts = _inexact_parts(context, beginning, environment)
     report = ResumeReport(
-        channel=channel,
+        channel=context.channel,
         is_resumed=manifest is not None,
         restored=[*context.problems, *parts] if manifest is not None else [],
     )
-    tier = context.tier
-    final_save = FinalSave(
-        channel=channel,
-        saver=saver,
-        estimator=context.estimator,
-        requests=context.requests,
-        parent=(parent, beginning.cursor) if parent and beginning.cursor else None,
-        host_goes=lambda: context.listener.machine_goes,
-        on_one_host=len(set(hosts)) == 1
-        and isinstance(tier, LocalTier)
-        and not is_remote(file_system(tier.root)),
-    )
+    dump_pause = None
+    if len(set(hosts)) == 1 and SUPERVISOR_VARIABLE in os.environ:
+        # This host has no key to read an encrypted snapshot back.
+        is_lean = survival is None and snapshot_encryption is None
+        dump_pause = _dump_pause(context, defaults, saver, lean=is_lean)
     shutdown = Shutdown(
         options=options,
-        channel=channel,
+        channel=context.channel,
         saver=saver,
-        final_save=final_save,
+        final_save=_build_final_save(context, beginning, saver),
         listener=context.listener,
         record_writer=record_writer,
         report=report,
@@ -296,7 +248,7 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
                 snapshot_encryption.begin_from(manifest)
         _apply(context, shutdown, beginning)
         parts = [*context.problems, *parts, *said_after_loading(registry, beginning)]
-        report.set_restored(of_all_ranks(channel, parts))
+        report.set_restored(of_all_ranks(context.channel, parts))
     if context.world.rank == 0:
         _log_start(context, beginning, report.exactness, initial)
     schedule = SaveSchedule(
@@ -319,6 +271,104 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
         shutdown=shutdown,
         schedule=schedule,
         survival=survival,
+    )
+
+
+def _fingerprint(context: RankContext) -> dict[str, Any]:
+    """Return the fingerprint of all ranks' software and devices. Collective."""
+    devices = context.registry.devices()
+    own = fingerprint.describe(fingerprint.training_devices(devices))
+    everyone = context.channel.gather("devices", own, RANKS_TIMEOUT_S)
+    return take_fingerprint(context.world.size, devices, everyone)
+
+
+def _record_beginning(
+    context: RankContext, beginning: ResumePoint, record_writer: RecordWriter
+) -> InitialWeights | None:
+    """Record what the attempt begins from; return the initial weights, if it loads any."""
+    manifest = beginning.manifest
+    if manifest is not None:
+        encryption.check_stays_encrypted(manifest, context.options)
+    initial = _read_initial(context, beginning)
+    parent = str(manifest.name) if manifest is not None else None
+    record_parent(context.channel, record_writer, parent, _facts(context, initial))
+    if initial is not None:
+        put(initial.loading)
+    return initial
+
+
+def _build_saver(
+    context: RankContext,
+    beginning: ResumePoint,
+    record_writer: RecordWriter,
+    defaults: ManifestDefaults,
+    snapshot_encryption: SnapshotEncryption | None,
+) -> SaveCoordinator:
+    """Build the coordinator of saves, with its arenas, uploads and replication."""
+    options, channel, url = context.options, context.channel, context.tier.url
+    manifest, hosts = beginning.manifest, beginning.record.facts["hosts"]
+    reclaim()
+    arenas = Arenas(
+        url,
+        context.world.rank,
+        [rank for rank, host in enumerate(hosts) if host == context.world.host],
+        options.memory_budget,
+        newest=manifest.name.folder if manifest is not None else None,
+    )
+    return SaveCoordinator(
+        tier=context.tier,
+        channel=channel,
+        registry=context.registry,
+        defaults=defaults,
+        record_writer=record_writer,
+        timings=context.timings,
+        arenas=arenas,
+        window_start=context.position.window_start,
+        encryption=snapshot_encryption,
+        uploads=_uploads(context, arenas, record_writer, defaults, beginning),
+        replication=ReplicationControl(
+            arenas,
+            context.world.rank,
+            set_up(options, channel, url, hosts),
+            partial(set_up_local, channel, url, hosts),
+        ),
+        saves_gradients=partial(_saves_gradients, context),
+        blocks_step=options.memory_every.steps == 1,
+    )
+
+
+def _inexact_parts(
+    context: RankContext, beginning: ResumePoint, environment: dict[str, Any]
+) -> list[Restored]:
+    """Return the parts that the snapshot cannot restore exactly; none at step 0."""
+    if beginning.manifest is None:
+        return []
+    return [
+        *other_state(beginning, own_objects(context.registry)),
+        *said_by_objects(context.registry, beginning),
+        *not_deterministic(environment),
+        *differences(beginning.manifest.fingerprint, environment),
+    ]
+
+
+def _build_final_save(
+    context: RankContext, beginning: ResumePoint, saver: SaveCoordinator
+) -> FinalSave:
+    """Build the final save, of a stop or of the run's end."""
+    manifest, cursor, tier = beginning.manifest, beginning.cursor, context.tier
+    is_on_one_host = (
+        len(set(beginning.record.facts["hosts"])) == 1
+        and isinstance(tier, LocalTier)
+        and not is_remote(file_system(tier.root))
+    )
+    return FinalSave(
+        channel=context.channel,
+        saver=saver,
+        estimator=context.estimator,
+        requests=context.requests,
+        parent=(str(manifest.name), cursor) if manifest is not None and cursor else None,
+        host_goes=lambda: context.listener.machine_goes,
+        on_one_host=is_on_one_host,
     )
 
 
