@@ -8,7 +8,14 @@ import numpy as np
 import torch
 
 from tests.data.datasets import seed_all
-from trainckpt.data.randomness import changed_since, main_rng, packed_rng, set_main_rng
+from trainckpt.data.randomness import (
+    capture,
+    changed_since,
+    main_rng,
+    packed_rng,
+    restore,
+    set_main_rng,
+)
 
 
 def draws() -> list[float]:
@@ -50,3 +57,35 @@ def test_only_generators_that_were_used_are_news():
     known = packed_rng()
     np.random.randn()
     assert set(changed_since(known)) == {"numpy"}
+
+
+def test_the_children_of_a_generator_go_on_after_those_spawned():
+    def make(seed=3):
+        return np.random.default_rng(seed)
+
+    rng = make()
+    unspawned = capture({"rng": rng})
+    rng.spawn(2)
+    rng.random()
+    saved = capture({"rng": rng})
+    want = rng.spawn(1)[0].random(), rng.random()
+    again = make()
+    assert restore({"rng": again}, saved, "the script") == ""
+    assert (again.spawn(1)[0].random(), again.random()) == want
+    assert "rng cannot be put back" in restore({"rng": make(4)}, saved, "the script")
+    assert b"spawned" not in unspawned["rng"]
+    assert "rng cannot be put back" in restore({"rng": rng}, saved, "the script")  # it has 3
+
+
+def test_an_engine_of_sobol_points_goes_on_after_those_drawn():
+    engine = torch.quasirandom.SobolEngine(3, scramble=True, seed=1)
+    engine.draw(5)
+    saved = capture({"points": engine})
+    want = engine.draw(4)
+    again = torch.quasirandom.SobolEngine(3, scramble=True, seed=1)
+    again.draw(2)
+    assert restore({"points": again}, saved, "the script") == ""
+    assert torch.equal(again.draw(4), want)
+    for other in ((3, True, 2), (4, True, 1), (3, False, 1)):
+        points = torch.quasirandom.SobolEngine(*other)
+        assert "points cannot be put back" in restore({"points": points}, saved, "the script")

@@ -64,6 +64,16 @@ def test_a_value_comes_back_whatever_the_script_began_with(value, begun):
     assert frozen(other.h) == frozen(value)
 
 
+def test_tensors_on_parameters_come_back():
+    """Such as the importance of each weight."""
+    model, source = tracked()
+    model.layer.weight.fisher, model.layer.weight.n = torch.arange(4.0).view(2, 2), 3
+    other, _, _ = resumed(source)
+    assert torch.equal(other.layer.weight.fisher, torch.arange(4.0).view(2, 2))
+    assert not vars(other.layer.bias)
+    assert not hasattr(other.layer.weight, "n")
+
+
 class Pair(NamedTuple):
     h: Any
     c: Any

@@ -29,6 +29,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.quasirandom import SobolEngine
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from trainckpt.errors import ConfigurationError
@@ -338,7 +339,7 @@ def _is_instance(value: Any, kinds: tuple[type, ...]) -> bool:
 def _generator_types() -> tuple[type, ...]:
     numpy: Any = sys.modules.get("numpy.random")
     numpy_types = () if numpy is None else (numpy.Generator, numpy.RandomState)
-    return (random.Random, torch.Generator, *numpy_types)
+    return (random.Random, torch.Generator, SobolEngine, *numpy_types)
 
 
 def _global_generators() -> list[Any]:
@@ -460,8 +461,38 @@ def _state_of(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
     if hasattr(generator, "bit_generator"):
-        return generator.bit_generator.state
+        spawned = getattr(_seed_of(generator), "n_children_spawned", 0)
+        state = generator.bit_generator.state
+        return {**state, "spawned": [spawned, *_origin(generator)]} if spawned else state
+    if _is_instance(generator, (SobolEngine,)):
+        return [generator.num_generated, *_points_of(generator)]
     return generator.get_state(legacy=False)
+
+
+def _points_of(engine: SobolEngine) -> list[Any]:
+    """Return what decides the points of an engine, besides how many were drawn."""
+    return [engine.dimension, engine.scramble, engine.shift.tolist() if engine.scramble else None]
+
+
+def _seed_of(generator: Any) -> Any:
+    """Return the SeedSequence of a NumPy generator, which counts the children spawned."""
+    bits = generator.bit_generator
+    return getattr(bits, "seed_seq", None) or getattr(bits, "_seed_seq", None)
+
+
+def _origin(generator: Any) -> list[Any]:
+    """Return what decides the children of a generator, as JSON gives it back."""
+    seed = _seed_of(generator)
+    origin: list[Any] = json.loads(json.dumps([seed.entropy, seed.spawn_key], default=_to_list))
+    return origin
+
+
+def _spawn(generator: Any, spawned: int, origin: list[Any]) -> None:
+    """Let the next child of a generator be the one after `spawned` children."""
+    missing = spawned - _seed_of(generator).n_children_spawned
+    if missing < 0 or origin != _origin(generator):
+        raise ValueError("its children cannot be those of the saved generator")
+    _seed_of(generator).spawn(missing)
 
 
 def _to_list(value: Any) -> Any:
@@ -485,6 +516,15 @@ def _set_state(generator: Any, state: Any) -> None:
         version, words, gauss = state
         generator.setstate((version, tuple(words), gauss))
     elif hasattr(generator, "bit_generator"):
+        spawned, *origin = state.pop("spawned", [0])
         generator.bit_generator.state = state
+        if spawned:
+            _spawn(generator, spawned, origin)
+    elif _is_instance(generator, (SobolEngine,)):
+        generated, *points = state
+        if points != _points_of(generator):
+            raise ValueError("an engine of other points")
+        generator.reset()
+        generator.fast_forward(generated)
     else:
         generator.set_state(state)

@@ -1,11 +1,12 @@
-"""Keep tensors in plain attributes of modules and optimizers, which are in no state_dict.
+"""Keep tensors in plain attributes of modules, optimizers and parameters, in no state_dict.
 
 They are a hidden state carried from batch to batch, a moving average or random features in
 `self.h`. A snapshot holds the tensors and NumPy arrays in attributes of the script's own modules
-and optimizers, also those in short containers, and a resume sets the attributes to them. A named
-tuple is made again by the class of that name in the attribute, or in its owner's module. Only
-values without the graph that computed them are kept. Beyond `MAX_BYTES`, the smallest first, a
-snapshot holds a sample of the elements, and a resume names an attribute whose sample differs.
+and optimizers, and of parameters, also those in short containers, and a resume sets
+the attributes to them. A named tuple is made again by the class of that name in the attribute, or
+in its owner's module. Only values without the graph that computed them are kept. Beyond
+`MAX_BYTES`, the smallest first, a snapshot holds a sample of the elements, and a resume names an
+attribute whose sample differs.
 
 Left out are views of parameters and buffers. An attribute without a value is no difference: a
 forward may make it again, as a cache.
@@ -28,7 +29,7 @@ from trainckpt.state import dtensor
 from trainckpt.state.staging import bytes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from trainckpt.state.captured import Captured, Saved
     from trainckpt.state.registry import Registry
@@ -46,8 +47,18 @@ _TENSORS = (torch.Tensor, nn.Parameter)
 class PlainTensors:
     """The tensors in plain attributes of modules and optimizers."""
 
-    def __init__(self, owners: Iterable[tuple[str, Any, frozenset[str]]]) -> None:
-        """`owners`: the name of each, the object, and the attributes to leave alone."""
+    def __init__(
+        self,
+        owners: Iterable[tuple[str, Any, frozenset[str]]],
+        parameters: Callable[[], Mapping[str, torch.Tensor]] = dict,
+    ) -> None:
+        """Note the tensors that are there.
+
+        Args:
+            owners: Name of each module and optimizer, itself, and the attributes to leave alone.
+            parameters: Returns the present parameters by name.
+        """
+        self._parameters = parameters
         self._owners = {
             name: (owner, skipped | {"state", "param_groups", "defaults"})
             if isinstance(owner, torch.optim.Optimizer)
@@ -95,6 +106,10 @@ class PlainTensors:
             for key, value in list(vars(owner).items()):
                 if key not in skipped and next(_leaves(value), None) is not None:
                     yield f"{prefix}.{key}", value
+        for name, parameter in self._parameters().items():
+            for key, value in list(vars(parameter).items()):
+                if next(_leaves(value), None) is not None:
+                    yield f"{name}.{key}", value
 
     def _is_first(self, name: str, value: Any) -> bool:
         """Return True if the attribute has held this very object since the run began."""
@@ -137,7 +152,7 @@ class PlainTensors:
 
     def _place(self, name: str) -> tuple[Any, str] | None:
         prefix, _, key = name.rpartition(".")
-        owner, skipped = self._owners.get(prefix, (None, frozenset()))
+        owner, skipped = self._owners.get(prefix, (self._parameters().get(prefix), frozenset()))
         if owner is None or key in skipped:
             return None
         names = vars(owner)

@@ -158,7 +158,7 @@ class Registry:
     @cached_property
     def plain_tensors(self) -> PlainTensors:
         """Return the tensors in plain attributes; the first use is at the start."""
-        return PlainTensors(self.watched.owners())
+        return PlainTensors(self.watched.owners(), self.model_parameters)
 
     def _add_inner_optimizers(self) -> None:
         """Track the optimizers inside tracked objects, as `<name>.<attribute>`.
