@@ -211,7 +211,7 @@ class Committed:
         whole: Rank 0: the manifest that was committed; None on other ranks.
         shard: This rank's part of the snapshot.
         file: Entry of this rank's file.
-        num_bytes: Size of this rank's state.
+        num_bytes: Bytes of the whole state, not of this rank's part.
         seconds: Time from the save's beginning to the commit.
         is_final: The attempt ends with this save.
     """

@@ -1,4 +1,7 @@
-"""Carry rounds through the store; its keys, in the order of writing:
+"""Let the ranks agree on the boundary of a stop or save, in rounds carried through the store.
+
+`decide` computes a round's decision from the publications of all ranks. The keys in the store, in
+the order of writing:
 
     <k>/of/<rank>       the rank's publication; 1st
     bell/<rank>/<k>     set for every rank by the rank that opens round k with a request; 2nd.

@@ -1,4 +1,4 @@
-"""Bring notices to the ranks' agreement on two threads while main trains.
+"""Turn notices and calls of `save` into requests to all ranks, on two threads while main trains.
 
 Order of events:
 

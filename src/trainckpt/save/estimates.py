@@ -108,8 +108,8 @@ class Timings:
 
 # ---- where a stop may fall
 #
-# Pure functions of measured facts. Durations are seconds, sizes bytes of one rank. An unmeasured
-# value is None; then the guarantee is chosen: the micro-batch.
+# Pure functions of measured facts. Durations are seconds, sizes bytes of the whole state. An
+# unmeasured value is None; then the guarantee is chosen: the micro-batch.
 
 
 UNMEASURED_SHARE = 0.5  # share of the time left reserved for a save without measurements

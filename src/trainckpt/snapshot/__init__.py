@@ -1,1 +1,1 @@
-"""The semantic path: shard files and manifests. Bytes and plans; no tensors."""
+"""Plan, write, commit, read and verify snapshots: shard files and manifests, no tensors."""

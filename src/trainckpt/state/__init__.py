@@ -1,1 +1,1 @@
-"""Convert live objects to bytes and back. Besides `data`, the only package with tensors."""
+"""Convert live objects to bytes and back: most of what touches tensors is here and in `data`."""
