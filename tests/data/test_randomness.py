@@ -86,6 +86,10 @@ def test_an_engine_of_sobol_points_goes_on_after_those_drawn():
     again.draw(2)
     assert restore({"points": again}, saved, "the script") == ""
     assert torch.equal(again.draw(4), want)
+    undrawn = torch.quasirandom.SobolEngine(3, scramble=True, seed=1)
+    first = capture({"points": undrawn})
+    assert restore({"points": engine}, first, "the script") == ""
+    assert torch.equal(engine.draw(4), undrawn.draw(4))
     for other in ((3, True, 2), (4, True, 1), (3, False, 1)):
         points = torch.quasirandom.SobolEngine(*other)
         assert "points cannot be put back" in restore({"points": points}, saved, "the script")

@@ -696,7 +696,7 @@ class LoaderSource:
         return sampler.unknown_samplers(self._loader) or dict(sampler.samplers_of(self._loader))
 
     def _suspected_samplers(self) -> str:
-        """Return their classes."""
+        """Return the names of the classes of the suspected samplers."""
         return " and ".join(type(one).__qualname__ for one in self._sampler_suspects().values())
 
     def _report_order(self, saved: dict[str, Any], *, is_shorter: bool) -> None:
