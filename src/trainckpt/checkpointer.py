@@ -423,8 +423,8 @@ class Checkpointer:
                 )
         is_whole = position.between_batches or not evaluation
         resumable = is_whole and not self._phased_restore.to_come
-        if attempt.survival is not None and resumable and not (evaluation or position.micro):
-            attempt.survival.record(position.cursor)  # in case other ranks die
+        if resumable and not (evaluation or position.micro):
+            self._at_window_end(attempt)
         if resumable and self._requests.deferred:
             self._requests.retry_deferred(attempt.saver, position.cursor)
             self._after_save(attempt)
@@ -455,8 +455,15 @@ class Checkpointer:
             self._requests.fail_skipped(self._gate.skipped())
         return True
 
+    def _at_window_end(self, attempt: Attempt) -> None:
+        if attempt.survival is not None:
+            attempt.survival.record(self._position.cursor)  # in case other ranks die
+        if self._position.step >= attempt.weight_check.due_step:
+            attempt.weight_check.reach(self._position.step)
+
     def _after_save(self, attempt: Attempt) -> None:
         attempt.report.read_findings()
+        attempt.weight_check.note_save(attempt.saver.sequence, self._position.step)
         self._timings.after_boundary(time.monotonic())
 
     def _boundary_near_start(self, *, evaluation: bool, closing: bool, is_in_loader: bool) -> None:

@@ -40,6 +40,7 @@ from trainckpt.resume.report import (
     said_by_objects,
 )
 from trainckpt.resume.resume import ResumePoint, begin, record_parent, record_refusal, still_alive
+from trainckpt.resume.weight_check import WeightCheck, recorded_digests
 from trainckpt.run_directory.tier_config import WHERE, TierConfig, where
 from trainckpt.run_directory.tier_set import TierSet
 from trainckpt.save import encryption
@@ -134,6 +135,7 @@ class Attempt:
     report: ResumeReport
     shutdown: Shutdown
     schedule: SaveSchedule
+    weight_check: WeightCheck
     survival: SurvivorSetup | None = None
 
 
@@ -217,6 +219,7 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
     parts = _inexact_parts(context, beginning, environment)
     report = ResumeReport(
         channel=context.channel,
+        registry=registry,
         is_resumed=manifest is not None,
         restored=[*context.problems, *parts] if manifest is not None else [],
     )
@@ -263,6 +266,7 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
     if manifest is not None:
         saver.replication.begin_from([context.tier, *context.slower.tiers], manifest)
     saver.uploads.start()
+    weight_check = _build_weight_check(context, beginning, record_writer, report)
     return Attempt(
         beginning=beginning,
         record_writer=record_writer,
@@ -270,7 +274,29 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
         report=report,
         shutdown=shutdown,
         schedule=schedule,
+        weight_check=weight_check,
         survival=survival,
+    )
+
+
+def _build_weight_check(
+    context: RankContext,
+    beginning: ResumePoint,
+    record_writer: RecordWriter,
+    report: ResumeReport,
+) -> WeightCheck:
+    """Build the check of later weights; on rank 0, read the digests to compare them with."""
+    manifest, is_first = beginning.manifest, context.world.rank == 0
+    expected: dict[int, str] = {}
+    if is_first and manifest is not None and not report.exactness.reasons:
+        expected = recorded_digests(context.tier, manifest.name.attempt, manifest.cursor.step)
+    return WeightCheck(
+        registry=context.registry,
+        record_writer=record_writer,
+        report=report,
+        records=is_first,
+        expected=expected,
+        recorded_by=manifest.name.attempt if manifest is not None else 0,
     )
 
 

@@ -176,7 +176,7 @@ def test_only_those_that_a_batch_reads_before_it_sets_them_are_named(
     is_equal = rest == {step: straight[step] for step in rest}
     assert (is_equal, len(said)) == (not named, bool(named))
     assert named in caplog.text
-    assert ("this resume is bitwise" in caplog.messages) == is_equal
+    assert ("this resume is bitwise" in caplog.text) == is_equal
     assert not {"rate", "seen"} & vars(Scheduled).keys()
 
 

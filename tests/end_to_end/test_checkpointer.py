@@ -317,7 +317,7 @@ def test_a_log_line_says_from_where_it_resumed_and_nothing_of_what_was_pruned(tm
         attempt(tmp_path)
     known = "restored, compared after the first batch"
     assert f"resumed from s4~2.1, epoch 1 step 4 micro-batch 0: {known}" in caplog.text
-    assert "this resume is bitwise" in caplog.messages
+    assert "this resume is bitwise in all that is tracked: model, " in caplog.text
     assert "it is gone" not in caplog.text
 
 

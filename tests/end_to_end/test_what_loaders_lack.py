@@ -131,7 +131,7 @@ def test_the_resume_line_says_whose_word_it_takes(tmp_path, caplog, late):
         place = tmp_path / f"run{number}"
         came = train(place, make(), 13, late=late) + train(place, make(), 99, late=late)
         assert came == 2 * [batch.tolist() for batch in torch.arange(40.0).split(4)]
-        assert f"this resume is {word}\n" in caplog.text
+        assert f"this resume is {word}" in caplog.text
         assert record(place, 2)["outcome"]["exactness"] == word
 
 

@@ -24,7 +24,7 @@ from tests.limits import HANG_S
 
 SIZE, EPOCHS, LOST_AT = 4, 8, 4
 ITEMS = SIZE * kept.BATCH * kept.STEPS_AN_EPOCH
-EXACT, MARKED = "this resume is bitwise\n", ": same data, not bitwise: ranks that died\n"
+EXACT, MARKED = "this resume is bitwise in ", ": same data, not bitwise: ranks that died\n"
 
 
 LEFT, WENT_ON = "when the others have left", "when the run has gone on"

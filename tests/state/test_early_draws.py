@@ -97,7 +97,7 @@ def test_draws_after_the_boundary_of_a_script_go_on_exactly_and_are_not_named(tm
     with pytest.raises(Crash):
         run(tmp_path / "run", after_the_boundary, stop=3)
     assert run(tmp_path / "run", after_the_boundary) == straight[2:]
-    assert "this resume is bitwise" in caplog.messages
+    assert "this resume is bitwise" in caplog.text
     assert REASON not in caplog.text
 
 

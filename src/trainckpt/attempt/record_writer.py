@@ -71,6 +71,12 @@ class RecordWriter:
             table = {**facts.get(key, {}), name: value}
             self._write(must=False, facts={**facts, key: table})
 
+    def set_facts(self, facts: dict[str, Any]) -> None:
+        """Set some of the record's facts, and keep the others; as `change`."""
+        with self._lock:
+            self._renumber()
+            self._write(must=False, facts={**self._record.facts, **facts})
+
     def change_soon(self, **changes: Any) -> None:
         """Change as `change`, without a wait for a store. Training thread."""
         if isinstance(self._tier, ObjectStoreTier) and self._writes:

@@ -18,7 +18,7 @@ from trainckpt.attempt.log import logger
 from trainckpt.data import state_differences as loader_states
 from trainckpt.data.untracked import on_workers_started
 from trainckpt.errors import NoAgreement
-from trainckpt.format.exactness import INEXACT, Exactness, How, Restored, decide
+from trainckpt.format.exactness import BITWISE, INEXACT, Exactness, How, Restored, decide
 from trainckpt.inspect.contents import models_in
 from trainckpt.ranks.store import RANKS_TIMEOUT_S
 from trainckpt.state import apply, attributes, plain_tensors
@@ -40,6 +40,7 @@ KEPT_WORKERS = (
     "loader=[train, validation] and iterate ckpt.loader(validation), or set "
     "persistent_workers=False"
 )
+_SHOWN = 8  # tracked objects in the log
 _FINDINGS, _NEWEST, _COMPARED = "findings", "newest findings", "compared"
 
 
@@ -216,16 +217,21 @@ class ResumeReport:
     """
 
     def __init__(
-        self, *, channel: RankStore, is_resumed: bool, restored: Sequence[Restored] = ()
+        self,
+        *,
+        channel: RankStore,
+        registry: Registry,
+        is_resumed: bool,
+        restored: Sequence[Restored] = (),
     ) -> None:
         """Start to watch for untracked loaders with persistent workers.
 
         Args:
-            channel: Of the attempt.
+            channel, registry: Of the attempt.
             is_resumed: The attempt began from a snapshot.
             restored: Results of restoring each part of this attempt's initial state.
         """
-        self._channel, self._is_resumed = channel, is_resumed
+        self._channel, self._registry, self._is_resumed = channel, registry, is_resumed
         self._restored = tuple(restored)
         self._pid, self._is_closed, self._keeps_workers = os.getpid(), False, False
         self.is_awaited = False
@@ -312,7 +318,15 @@ class ResumeReport:
                 self.is_awaited = False
                 if not self._logged:
                     self._logged = self.exactness.word
-                    logger.info("this resume is %s", self._logged)
+                    logger.info("this resume is %s", self._scoped(self._logged))
+
+    def _scoped(self, word: str) -> str:
+        """Return the word; "bitwise" names the tracked objects, for it holds of no others."""
+        names = [*self._registry.names(), "random numbers"]
+        if word != BITWISE:
+            return word
+        more = [f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+        return f"{word} in all that is tracked: {', '.join([*names[:_SHOWN], *more])}"
 
     def _peek(self, key: str, ranks: Sequence[int]) -> list[Any]:
         return self._channel.peek_all([f"{key}/{rank}" for rank in ranks]) if ranks else []
