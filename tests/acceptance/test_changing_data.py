@@ -66,3 +66,51 @@ def test_a_dataset_with_its_own_state_may_change_between_passes(tmp_path, caplog
     assert train(tmp_path / "run", workers) == whole[stop:]
     assert "this resume is bitwise" in caplog.text
     assert "not exact" not in caplog.text
+
+
+class Pool(Dataset):
+    """Samples that the loop adds at an epoch's end, in place and without a state."""
+
+    def __init__(self):
+        self.items = list(torch.arange(8.0).view(8, 1))
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index]
+
+
+def grow(place, stop=None, *, at_head=False):
+    """Return the batches of two epochs of 4 and 6, or crash after a save at the first one's end."""
+    model, data, batches, save = torch.nn.Linear(1, 1), Pool(), [], None
+    loader = DataLoader(data, batch_size=2)
+    with Checkpointer(place, model=model, loader=loader, every="never") as ckpt:
+        for epoch in ckpt.epochs(2):
+            if at_head and epoch:
+                data.items += [torch.ones(1)] * 4
+            for batch in ckpt.batches():
+                if save is not None:
+                    save.wait()
+                    raise Crash
+                batches.append(batch.tolist())
+            if not at_head:
+                data.items += [torch.ones(1)] * 4
+            if len(batches) == stop:
+                save = ckpt.save()
+    return batches
+
+
+def test_samples_added_in_place_and_not_kept_are_named_by_their_number(tmp_path, caplog):
+    with pytest.raises(Crash):
+        grow(tmp_path, stop=4)
+    grow(tmp_path)
+    assert "the dataset had 12 samples when it was saved, and has 8 as at the start" in caplog.text
+
+
+def test_samples_added_at_the_head_of_an_epoch_are_there_again(tmp_path, caplog):
+    whole = grow(tmp_path / "straight", at_head=True)
+    with pytest.raises(Crash):
+        grow(tmp_path / "run", stop=4, at_head=True)
+    assert grow(tmp_path / "run", at_head=True) == whole[4:]
+    assert "samples when it was saved" not in caplog.text

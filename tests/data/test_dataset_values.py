@@ -56,8 +56,12 @@ def test_the_folder_of_the_files_does_not_count():
 
 def test_numbers_are_replaced_for_a_while_and_put_back():
     rows = Rows(size=3, name="a")
-    assert numbers(rows) == {"dataset.epoch": 0, "dataset.size": 3, "dataset.name": "a"}
-    with replaced(rows, {"dataset.epoch": 7, "dataset.size": 9}):
+    assert numbers({"dataset": rows}) == {
+        "dataset.epoch": 0,
+        "dataset.size": 3,
+        "dataset.name": "a",
+    }
+    with replaced({"dataset": rows}, {"dataset.epoch": 7, "dataset.size": 9}):
         assert (rows.epoch, rows.size, rows.name) == (7, 9, "a")
     assert (rows.epoch, rows.size, rows.name) == (0, 3, "a")
     assert "epoch" not in vars(rows)

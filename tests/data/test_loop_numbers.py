@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from trainckpt.data.loader import TrackedLoader
@@ -74,7 +76,7 @@ def test_workers_that_start_for_the_next_pass_see_the_number():
 
 def test_a_number_that_reading_sets_too_is_not_restored():
     dataset = Levels(is_counted=True)
-    numbers = LoopNumbers(dataset)
+    numbers = LoopNumbers({"dataset": dataset})
     for _ in range(2):
         numbers.before_batch()
         dataset[0]
@@ -85,7 +87,7 @@ def test_a_number_that_reading_sets_too_is_not_restored():
 
 def test_a_number_set_before_the_first_batch_is_the_script_s():
     dataset = Levels()
-    numbers = LoopNumbers(dataset)
+    numbers = LoopNumbers({"dataset": dataset})
     dataset.level, dataset.name = 7, "hard"
     numbers.before_batch()
     numbers.after_batch()
@@ -96,7 +98,7 @@ def test_a_number_set_before_the_first_batch_is_the_script_s():
 
 def test_a_number_restored_is_saved_again():
     dataset = Levels()
-    numbers = LoopNumbers(dataset)
+    numbers = LoopNumbers({"dataset": dataset})
     numbers.restore({"dataset.level": 5, "dataset.inner.gone": 1})
     assert dataset.level == 5
     numbers.before_batch()
@@ -105,7 +107,75 @@ def test_a_number_restored_is_saved_again():
 
 def test_a_dataset_with_a_state_of_its_own_is_left_to_it():
     dataset = Stateful()
-    numbers = LoopNumbers(dataset)
+    numbers = LoopNumbers({"dataset": dataset})
     numbers.before_batch()
     dataset.level = 4
     assert numbers.values() == {}
+
+
+class Scale:
+    """A transform or collator whose factor the loop sets."""
+
+    def __init__(self):
+        self.factor = 1
+
+    def __call__(self, samples):
+        return torch.tensor(samples) * self.factor
+
+
+class Transformed(Dataset):
+    def __init__(self, transform):
+        self.transforms = [transform]
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return self.transforms[0](index)
+
+
+def scaled(in_collate, *, stop=None, saved=None, workers=0):
+    """Raise the factor after each batch; return the batches, and the state before batch `stop`."""
+    scale = Scale()
+    if in_collate:
+        loader = DataLoader(range(8), 2, collate_fn=scale, num_workers=workers)
+    else:
+        loader = DataLoader(Transformed(scale), 2, num_workers=workers)
+    loader = TrackedLoader(loader, name="loader")
+    if saved is not None:
+        loader.load_state(saved)
+    got = []
+    for _ in range(loader.passes_started - loader.in_pass, 2):
+        for batch in loader:
+            got.append(batch.tolist())
+            scale.factor += 1
+            if len(got) == stop:
+                state = loader.state()
+                loader.shutdown()
+                return got, state
+    loader.shutdown()
+    return got, loader.state()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("in_collate", [True, False], ids=["collate_fn", "transform"])
+def test_a_number_of_a_collator_or_a_transform_goes_on(in_collate, workers):
+    whole, _ = scaled(in_collate, workers=workers)
+    for stop in (1, 3, 6):
+        first, saved = scaled(in_collate, workers=workers, stop=stop)
+        rest, _ = scaled(in_collate, workers=workers, saved=saved)
+        assert first + rest == whole
+
+
+def test_the_numbers_of_modules_with_parameters_and_modes_are_left_out():
+    class Holder(Dataset):
+        def __init__(self):
+            self.model, self.drop = nn.Linear(2, 2), nn.Dropout(0.1)
+
+    dataset = Holder()
+    numbers = LoopNumbers({"dataset": dataset})
+    numbers.before_batch()
+    dataset.model.in_features = 3
+    dataset.drop.p = 0.5
+    dataset.drop.eval()
+    assert numbers.values() == {"dataset.drop.p": 0.5}

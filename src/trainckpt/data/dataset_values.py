@@ -1,6 +1,7 @@
 """Keep plain values inside a dataset, to start workers alike and to recognise the data.
 
-numbers and texts     as they were when the workers started, if the script has changed them
+numbers and texts     as they were when the workers started, if the script has changed them; of
+                      a collate_fn too
                       since: the workers do not see that. A resume starts its workers with the
                       old values, and then puts the script's back (`loop_numbers` keeps those)
 lists, arrays and     digests of some hundred items each, as the process began: indices of a
@@ -37,20 +38,20 @@ _DIGESTS = 64  # values compared of one dataset
 _WHOLE_BYTES = 16 << 20  # compared whole, of a tensor that is written by the run
 
 
-def numbers(dataset: Any) -> dict[str, Any]:
-    """Return path -> value of the numbers and texts inside a dataset."""
+def numbers(roots: Mapping[str, Any]) -> dict[str, Any]:
+    """Return path -> value of the numbers and texts inside a dataset and a collate_fn."""
     return {
         path: value
-        for path, _, _, value in _attributes(dataset)
+        for path, _, _, value in _attributes(roots)
         if type(value) in _NUMBERS and len(str(value)) <= _ITEMS
     }
 
 
 @contextmanager
-def replaced(dataset: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Return a context in which the dataset's numbers and texts have these values."""
+def replaced(roots: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
+    """Return a context in which the numbers and texts have these values."""
     changed = []
-    for path, names, key, value in _attributes(dataset) if values else ():
+    for path, names, key, value in _attributes(roots) if values else ():
         if path in values and type(value) in _NUMBERS:
             changed.append((names, key, key in names, value))
             names[key] = values[path]
@@ -141,7 +142,7 @@ def _holds(sample: Any) -> bool:
 
 def _contents(dataset: Any) -> Iterator[tuple[str, Any]]:
     number = 0
-    for path, _, _, value in _attributes(dataset):
+    for path, _, _, value in _attributes({"dataset": dataset}):
         if type(value) in (list, tuple) or is_tensor(value):
             yield path, value
             number += 1
@@ -169,9 +170,9 @@ def _whole(value: Any) -> bytes:
     return _digest(value, 0)
 
 
-def _attributes(dataset: Any) -> Iterator[tuple[str, dict[Any, Any], Any, Any]]:
+def _attributes(roots: Mapping[str, Any]) -> Iterator[tuple[str, dict[Any, Any], Any, Any]]:
     """Yield the path of each attribute and item, its namespace and name there, and its value."""
-    for path, holder in list(randomness.walk({"dataset": dataset})):
+    for path, holder in list(randomness.walk(roots)):
         names = holder if isinstance(holder, dict) else randomness.names_of(holder)
         if names is None or len(names) > _ITEMS or randomness.is_generator(holder):
             continue

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 
 
 _COMPARED = 3  # passes after a load, the loaded one included; what differs later has other reasons
+_LENGTH, _CHANGED_LENGTH = "dataset length", "changed length"
 
 
 class RequestObserver(Protocol):
@@ -394,6 +395,7 @@ class TrackedLoader:
         self._samples_before = self.samples
         if not resumes_in_pass:
             facts = self._source.facts()
+            self._report_length((saved or {}).get(_CHANGED_LENGTH), facts)
             self._facts = {**facts, **self._lengths}
             self._history = replace(self._history, announced=announced(facts))
             self.batches, self.exhausted = 0, False
@@ -437,8 +439,26 @@ class TrackedLoader:
             "window": self._window(),
             "epoch_start": self._epoch_start,
             "passes": asdict(self._history),
+            **self._changed_length(),
             **self._source.state(self.in_pass and not between),
         }
+
+    def _changed_length(self) -> dict[str, int]:
+        """Return the dataset's length, if it is another than as the loader was made."""
+        now: int | None = self._source.facts().get(_LENGTH)
+        return {} if now is None or now == self._lengths.get(_LENGTH) else {_CHANGED_LENGTH: now}
+
+    def _report_length(self, saved: int | None, facts: dict[str, Any]) -> None:
+        """Report samples that the loop added or removed, and that are not so in a resumed run."""
+        now = facts.get(_LENGTH)
+        if saved is None or saved == now or now != self._lengths.get(_LENGTH):
+            return  # another length than at the start: the script has set it since
+        reason = (
+            f"{self.name}: the dataset had {saved} samples when it was saved, and has {now} as at "
+            "the start: what the loop adds or removes is not kept. Give the dataset state_dict and "
+            "load_state_dict. Data differs from the uninterrupted run"
+        )
+        self._report(Restored(self.name, How.NOT_KEPT, reason))
 
     def _window(self) -> dict[str, Any] | None:
         start = self._window_start

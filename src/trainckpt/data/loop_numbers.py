@@ -1,4 +1,6 @@
-"""Keep numbers and texts that the training loop sets in a dataset, such as `dataset.level = 3`.
+"""Keep numbers and texts that the training loop sets in a loader's data: `dataset.level = 3`.
+
+Also in the datasets inside a dataset, in its transforms, and in the collate_fn if it is an object.
 
 They are told from those that reading a sample changes: a loop sets a number between two batches,
 and reading one sets it while a batch is loaded. A number that only the loop sets is restored
@@ -8,8 +10,11 @@ cache, which a resume lacks; `carried_state` names those.
 
 from __future__ import annotations
 
+import functools
+import types
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.utils.data import Dataset
 
 from trainckpt.data import randomness
@@ -20,15 +25,18 @@ if TYPE_CHECKING:
 
 _KINDS = (bool, int, float, str)
 _LONGEST = 256  # characters of a text
-_DATASETS = 8  # inside each other
-_ATTRIBUTES = 256  # of one dataset; one with more is left out
+_OBJECTS = 16  # inside each other
+_ATTRIBUTES = 256  # of one object; one with more is left out
+_METHODS = (types.BuiltinFunctionType, types.MethodType, functools.partial)
+_MODE = "training"  # of a module: `train()` and `eval()` set it
 
 
 class LoopNumbers:
-    """The numbers and texts in the attributes of one dataset, and of those inside it."""
+    """The numbers and texts in the attributes of a loader's data."""
 
-    def __init__(self, dataset: Any) -> None:
-        self._spaces = dict(_namespaces(dataset))
+    def __init__(self, roots: Mapping[str, Any]) -> None:
+        """`roots`: the dataset, and the collate_fn, by these names."""
+        self._spaces = dict(_namespaces(roots))
         self._last: dict[str, dict[str, Any]] | None = None  # None: no batch was loaded yet
         self._set_by_loop: set[str] = set()
         self._set_by_reading: set[str] = set()
@@ -82,21 +90,32 @@ def _numbers(names: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in names.items()
-        if type(value) in _KINDS and not (type(value) is str and len(value) > _LONGEST)
+        if type(value) in _KINDS
+        and name != _MODE
+        and not (type(value) is str and len(value) > _LONGEST)
     }
 
 
-def _namespaces(dataset: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield path and attributes of the dataset, and of those inside it, as in a Subset."""
-    queue = [("dataset", dataset)]
+def is_object(value: Any) -> bool:
+    """Return True for an object with `__call__`, such as a transform or a collator, and with no
+    parameters."""
+    if isinstance(value, (types.FunctionType, type, *_METHODS)) or not callable(value):
+        return False
+    return not (isinstance(value, nn.Module) and any(True for _ in value.parameters()))
+
+
+def _namespaces(roots: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield path and attributes of each object, nearest first: datasets, transforms, collators."""
+    queue = list(roots.items())
     for path, holder in queue:
         names = randomness.names_of(holder)
-        if names is None or len(names) > _ATTRIBUTES or has_usable_state(holder):
+        keeps_own = has_usable_state(holder) and not isinstance(holder, nn.Module)
+        if names is None or len(names) > _ATTRIBUTES or keeps_own:
             continue
         yield path, names
         for name, value in names.items():
             parts = enumerate(value) if type(value) in (list, tuple) else ()
             inner = [(f"{path}.{name}[{index}]", part) for index, part in parts]
-            inner = [(f"{path}.{name}", value), *inner[:_DATASETS]]
-            queue += [each for each in inner if isinstance(each[1], Dataset)]
-        del queue[_DATASETS:]
+            inner = [(f"{path}.{name}", value), *inner[:_OBJECTS]]
+            queue += [each for each in inner if isinstance(each[1], Dataset) or is_object(each[1])]
+        del queue[_OBJECTS:]

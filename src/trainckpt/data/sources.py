@@ -57,7 +57,7 @@ from trainckpt.data.iterators import (
     make_iterator,
     self_test,
 )
-from trainckpt.data.loop_numbers import LoopNumbers
+from trainckpt.data.loop_numbers import LoopNumbers, is_object
 from trainckpt.data.own_state import has_state, refuse_arguments
 from trainckpt.data.pass_history import fingerprint
 from trainckpt.data.randomness import main_rng, set_main_rng
@@ -205,7 +205,7 @@ class LoaderSource:
         # numbers in the dataset as the workers started, and those of a loaded state
         self._numbers_of_workers: dict[str, Any] = {}
         self._loaded_numbers: dict[str, Any] = {}
-        self._loop_numbers = LoopNumbers(loader.dataset) if self.kind == "map" else None
+        self._loop_numbers = LoopNumbers(self._data_objects) if self.kind == "map" else None
         self._loaded_loop_numbers: dict[str, Any] = {}
         self._cached_before: dict[str, list[Any]] = {}  # of before a stop, not made again
         # of the dataset as this process began, so that changes by the run are not compared
@@ -648,7 +648,7 @@ class LoaderSource:
         """Return the numbers in the dataset that changed since the workers started."""
         if not self._numbers_of_workers:
             return {}
-        now = dataset_values.numbers(self._loader.dataset)
+        now = dataset_values.numbers(self._data_objects)
         then = self._numbers_of_workers.items()
         return {path: value for path, value in then if now.get(path, value) != value}
 
@@ -789,9 +789,9 @@ class LoaderSource:
         loader = copy.copy(self._loader)
         if self._ids is not None:
             self.required_resharder.set_ids(loader, self._ids)
-        with dataset_values.replaced(loader.dataset, self._loaded_numbers):
+        with dataset_values.replaced(self._data_objects, self._loaded_numbers):
             if loader.num_workers:
-                self._numbers_of_workers = dataset_values.numbers(loader.dataset)
+                self._numbers_of_workers = dataset_values.numbers(self._data_objects)
             iterator = make_iterator(loader, self.progress, plan)
         self._loaded_numbers = {}
         self._has_iterated = True
@@ -819,6 +819,12 @@ class LoaderSource:
         lost = randomness.restore(roots, saved.generators, self._name)
         if lost:
             self._report(Restored(self._name, How.NOT_KEPT, lost))
+
+    @property
+    def _data_objects(self) -> dict[str, Any]:
+        """The dataset, and the collate_fn if it is an object: their numbers may be set."""
+        found = {"dataset": self._loader.dataset, "collate_fn": self._loader.collate_fn}
+        return found if is_object(found["collate_fn"]) else {"dataset": found["dataset"]}
 
     @property
     def _generator_roots(self) -> dict[str, Any]:
