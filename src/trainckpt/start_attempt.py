@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.attempt import fingerprint, launch
+from trainckpt.attempt import fingerprint
 from trainckpt.attempt.fingerprint import differences, take_fingerprint
 from trainckpt.attempt.log import logger
-from trainckpt.attempt.options import misspelled_variables
 from trainckpt.attempt.record_writer import AttemptId, RecordWriter
 from trainckpt.attempt.status_files import CLAIMED, SUPERVISOR_VARIABLE
 from trainckpt.dumping.communicators import Communicators
@@ -39,7 +38,8 @@ from trainckpt.resume.report import (
     said_after_loading,
     said_by_objects,
 )
-from trainckpt.resume.resume import ResumePoint, begin, record_parent, record_refusal, still_alive
+from trainckpt.resume.resume import ResumePoint, begin, record_parent, record_refusal
+from trainckpt.resume.start_log import log_start
 from trainckpt.resume.weight_check import WeightCheck, recorded_digests
 from trainckpt.run_directory.tier_config import WHERE, TierConfig, where
 from trainckpt.run_directory.tier_set import TierSet
@@ -48,7 +48,7 @@ from trainckpt.save.arenas import Arenas
 from trainckpt.save.committer import ManifestDefaults
 from trainckpt.save.coordinator import SaveCoordinator
 from trainckpt.save.replication_control import ReplicationControl
-from trainckpt.save.requests import PRIOR_S, SaveSchedule, interval_s, mean_time_between_failures_s
+from trainckpt.save.requests import SaveSchedule, measured_interval
 from trainckpt.snapshot.attempt_history import read_attempts
 from trainckpt.snapshot.decrypting_tier import KeyRing
 from trainckpt.state.capture import capture
@@ -61,15 +61,14 @@ from trainckpt.storage.local import LocalTier
 from trainckpt.storage.shared_memory import reclaim
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from trainckpt.attempt.options import DataWorld, Options
     from trainckpt.attempt.progress_counter import ProgressCounter
     from trainckpt.attempt.script_hooks import Hooks
     from trainckpt.attempt.status_files import RankStatusWriter
     from trainckpt.attempt.tracked_files import TrackedFiles
     from trainckpt.data.loader import TrackedLoader
-    from trainckpt.format.exactness import Exactness, Restored
+    from trainckpt.format.attempt_record import AttemptRecord
+    from trainckpt.format.exactness import Restored
     from trainckpt.ranks.store import RankStore
     from trainckpt.ranks.world import World
     from trainckpt.resume.apply_phases import PhasedRestore
@@ -253,12 +252,23 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
         parts = [*context.problems, *parts, *said_after_loading(registry, beginning)]
         report.set_restored(of_all_ranks(context.channel, parts))
     if context.world.rank == 0:
-        _log_start(context, beginning, report.exactness, initial)
+        log_start(
+            options=options,
+            tier=context.tier,
+            registry=registry,
+            beginning=beginning,
+            exactness=report.exactness,
+            initial=initial,
+            data_world=context.data_world,
+        )
+        grace_s = context.listener.grace_s
+        within = "" if grace_s is None else f", within {grace_s:g} s of a signal"
+        logger.debug("a stop falls on %s%s", context.estimator.describe(), within)
     schedule = SaveSchedule(
         options.every,
         context.position.step,
         time.monotonic(),
-        _interval(context, beginning),
+        measured_interval(context.timings, _earlier_attempts(context, beginning)),
         options.memory_every,
     )
     if beginning.saved is not None:  # only `PhasedRestore` needs it, until the first batch
@@ -465,21 +475,12 @@ def _saves_gradients(context: RankContext) -> bool:
     return micro_batches > 1 and (every.auto or every.seconds is not None)
 
 
-def _interval(context: RankContext, beginning: ResumePoint) -> Callable[[], float]:
-    """Return a function for the seconds until the next automatic save; rank 0 requests it."""
-    mean_s = PRIOR_S
-    if context.options.every.auto and context.world.rank == 0:
-        own = beginning.record.attempt
-        before = [r for n, r in read_attempts(context.tier).items() if n < own]
-        mean_s = mean_time_between_failures_s(before)
-
-    def seconds() -> float:
-        chosen_s = interval_s(context.timings.stall_s, context.timings.save_s, mean_s)
-        if context.options.every.auto and context.timings.stall_s is not None:
-            logger.debug("next save in %.0f s", chosen_s)
-        return chosen_s
-
-    return seconds
+def _earlier_attempts(context: RankContext, beginning: ResumePoint) -> list[AttemptRecord]:
+    """Return the records that the interval of automatic saves follows from, where it is needed."""
+    if not context.options.every.auto or context.world.rank != 0:
+        return []
+    own = beginning.record.attempt
+    return [record for n, record in read_attempts(context.tier).items() if n < own]
 
 
 def _dump_pause(
@@ -518,68 +519,3 @@ def _apply(context: RankContext, shutdown: Shutdown, beginning: ResumePoint) -> 
         context.crash_marker.disarm()
         shutdown.abandon(error, cursor)
         raise
-
-
-# ---- the log of a start; rank 0
-
-
-def _log_start(
-    context: RankContext,
-    beginning: ResumePoint,
-    exactness: Exactness,
-    initial: InitialWeights | None,
-) -> None:
-    """Log the resume point, its exactness, and the choices that the user cannot see."""
-    options, registry = context.options, context.registry
-    _log_resume_point(context, beginning, exactness)
-    for sentence in misspelled_variables(os.environ):
-        logger.warning(sentence)
-    if initial is not None:
-        logger.info("weights and buffers loaded from %s", initial.source)
-    if excluded := sum(len(model.excluded) for model in registry.models):
-        by = ", ".join(options.exclude)
-        logger.info("exclude leaves %d tensors out of snapshots: %s", excluded, by)
-    if context.data_world is not None:
-        logger.debug("the data is divided over %s", context.data_world)
-    grace_s = context.listener.grace_s
-    within = "" if grace_s is None else f", within {grace_s:g} s of a signal"
-    logger.debug("a stop falls on %s%s", context.estimator.describe(), within)
-    if lost := launch.missing_supervisor(os.environ):
-        logger.info(
-            'running without a supervisor: %s (use "trainckpt run")',
-            "; ".join(lost),
-        )
-
-
-def _log_resume_point(context: RankContext, beginning: ResumePoint, exactness: Exactness) -> None:
-    if alive := still_alive(context.tier, beginning.record.attempt):
-        logger.warning(alive)
-    for refused, reason in (beginning.refused or {}).items():
-        logger.info("skipped snapshot %s: %s", refused, reason)
-    start = f"{context.tier.url}, attempt {beginning.record.attempt}"
-    if beginning.manifest is None:
-        why = f" ({beginning.why_fresh})" if beginning.why_fresh else ""
-        logger.info("%s: begins at step 0%s", start, why)
-        return
-    name, cursor = beginning.manifest.name, beginning.cursor
-    known = exactness.line if exactness.reasons else "restored, compared after the first batch"
-    logger.info("%s: resumed from %s, %s: %s", start, name, cursor, known)
-    for reason in exactness.reasons:
-        logger.info("not bitwise: %s", reason)
-    for optimizer in context.registry.optimizers:
-        if optimizer.changed:
-            logger.warning(
-                "%s: %s. The saved value is used, unless the script sets it during training. "
-                "For the new value, set it in the loop, once a batch is there, or begin a new run "
-                "with init_from",
-                optimizer.name,
-                ", ".join(optimizer.changed[:5]),
-            )
-    for optimizer in context.registry.optimizers:
-        if optimizer.added:
-            logger.debug(
-                "%s got %d parameter groups from the snapshot. If the script adds them again "
-                "before the first batch, the call is ignored",
-                optimizer.name,
-                optimizer.added,
-            )

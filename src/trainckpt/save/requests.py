@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from trainckpt.format.cursor import Cursor
     from trainckpt.ranks.rounds import Decision
     from trainckpt.save.coordinator import SaveCoordinator
+    from trainckpt.save.estimates import Timings
 
 
 # ---- the interval of `every="auto"`
@@ -76,6 +77,22 @@ def mean_time_between_failures_s(attempts: Iterable[AttemptRecord]) -> float:
         seconds = outcome.get("seconds")
         alive_s += seconds if isinstance(seconds, (int, float)) and seconds > 0 else 0.0
     return alive_s / failures
+
+
+def measured_interval(timings: Timings, earlier: Iterable[AttemptRecord]) -> Callable[[], float]:
+    """Return a function for the seconds until the next save, as measured when it is called.
+
+    `earlier`: the records of the run's attempts before this one.
+    """
+    mean_s = mean_time_between_failures_s(earlier)
+
+    def seconds() -> float:
+        chosen_s = interval_s(timings.stall_s, timings.save_s, mean_s)
+        if timings.stall_s is not None:
+            logger.debug("next save in %.0f s", chosen_s)
+        return chosen_s
+
+    return seconds
 
 
 # ---- the schedule
