@@ -18,8 +18,8 @@ from tests.limits import HANG_S
 from trainckpt.attempt import heartbeat
 from trainckpt.cli.main import main
 from trainckpt.errors import ConfigurationError, TierUnavailable
+from trainckpt.preemption.stored_notices import StoredNotices
 from trainckpt.run_directory import run_url
-from trainckpt.run_directory.run_url import StoredNotices
 from trainckpt.snapshot import attempt_history
 from trainckpt.snapshot.catalog import read_catalog
 from trainckpt.storage.object_store import open_object_store

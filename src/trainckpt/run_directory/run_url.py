@@ -8,18 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainckpt.attempt.options import LOCAL
-from trainckpt.errors import ConfigurationError, TrainckptError
-from trainckpt.format import names
-from trainckpt.preemption.notice_file import MAX_BYTES, NoticeFiles, parse
-from trainckpt.preemption.polling import PollingSource
+from trainckpt.errors import ConfigurationError
 from trainckpt.storage.local import LocalTier
 from trainckpt.storage.object_store import open_object_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from trainckpt.notice import NoticeSource
-    from trainckpt.storage.base import RunTier, Tier
+    from trainckpt.storage.base import RunTier
 
 
 PROVE_VARIABLE = "TRAINCKPT_PROVE"
@@ -94,74 +88,3 @@ def open_directory(path: str, name: str = LOCAL) -> LocalTier:
         return LocalTier(Path(path).expanduser(), name=name)
     except RuntimeError as error:
         raise ConfigurationError(f"{path[:100]}: {error}", hint="name a directory") from error
-
-
-def notices_folder(tier: LocalTier) -> Path:
-    """Return the folder for notices to this run's attempts."""
-    return tier.root / names.NOTICES
-
-
-def notice_source(
-    tier: RunTier, attempt: int, say: Callable[[str], object], *, is_first_of_host: bool
-) -> NoticeSource | None:
-    """Return the source of notices for an attempt; None: another rank of this host polls them."""
-    if isinstance(tier, LocalTier):
-        return NoticeFiles(notices_folder(tier), attempt, say)
-    return StoredNotices(tier, attempt, say) if is_first_of_host else None
-
-
-# ---- notices in an object store, with the names and contents of notice files
-#
-# Listing the folder takes as long as the network does, so a thread of its own polls every few
-# seconds, on one rank of each host. A failed poll is repeated; a store that does not answer stops
-# nothing.
-
-
-LOOK_EVERY_S = 3.0
-
-
-class StoredNotices(PollingSource):
-    """Notices of one attempt. Polling goes on: a stricter notice may follow."""
-
-    def __init__(
-        self, tier: Tier, attempt: int, say: Callable[[str], object], every_s: float = LOOK_EVERY_S
-    ) -> None:
-        super().__init__(list, every_s, say, "trainckpt-notices")
-        self._tier, self._prefix = tier, f"{attempt}-"
-        self._seen: dict[str, str] = {}  # name -> why it is no notice, "" if it is one
-        self._said = ""
-
-    def look(self) -> None:
-        """Poll once."""
-        try:
-            listed = self._tier.list(names.NOTICES)
-        except TrainckptError as error:
-            if error.message != self._said:
-                self._say(f"notices cannot be looked for: {error.message}")
-            self._said = error.message
-            return
-        self._said = ""
-        for name in listed:
-            if name.startswith(self._prefix) and name.endswith(".json"):
-                self._read(name)
-
-    def _read(self, name: str) -> None:
-        if self._seen.get(name) == "":
-            return
-        try:
-            data = self._tier.read(f"{names.NOTICES}/{name}", max_bytes=MAX_BYTES)
-            notice = parse(json.loads(data))
-        except (TrainckptError, ValueError, RecursionError) as error:
-            why = getattr(error, "message", str(error))[:200]
-            if self._seen.get(name) != why:
-                self._say(f"the notice {name} is not one, so nobody stops because of it: {why}")
-            self._seen[name] = why
-            return
-        self._seen[name] = ""
-        with self._lock:
-            self._found.append(notice)
-
-    def _run(self) -> None:
-        while not self._stopping.is_set():
-            self.look()
-            self._stopping.wait(self._pause_s)

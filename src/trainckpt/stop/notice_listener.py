@@ -31,9 +31,13 @@ from trainckpt.preemption.polling import PollingSource
 from trainckpt.preemption.signals import SignalSource
 from trainckpt.ranks.threads import SelfPipe
 from trainckpt.ranks.watcher import Watcher
-from trainckpt.run_directory import run_url
 from trainckpt.stop.deadline import Deadline, granted_s, margin_s
-from trainckpt.stop.notice_sources import ProgressReporter, check_notices, further_sources
+from trainckpt.stop.notice_sources import (
+    ProgressReporter,
+    check_notices,
+    further_sources,
+    run_source,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -154,7 +158,7 @@ class NoticeListener:
     def start(self, attempt: int, channel: RankStore) -> None:
         """Begin to act on notices. Main thread, all ranks."""
         world = channel.world
-        notices = run_url.notice_source(
+        notices = run_source(
             self._tier,
             attempt,
             logger.warning if world.rank == 0 else (lambda _: None),

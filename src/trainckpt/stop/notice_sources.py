@@ -1,5 +1,6 @@
-"""Notice sources besides signals and notice files: clocks, machine health, the supervisor.
+"""Choose the notice sources of this rank, signals aside.
 
+    the run          notice files in its directory, or objects in its store
     the wall time    by the option, or by Slurm's variable
     Slurm            where no variable holds the job's end, rank 0 asks
     the supervisor   after it was killed (SIGKILL, or the kernel short of memory)
@@ -34,18 +35,23 @@ from trainckpt.attempt.status_files import (
     write_status,
 )
 from trainckpt.errors import ConfigurationError
+from trainckpt.format import names
 from trainckpt.notice import Notice, PolledSource
 from trainckpt.preemption import gpu_health, slurm, spot
+from trainckpt.preemption.notice_file import NoticeFiles
 from trainckpt.preemption.polling import PollingSource
+from trainckpt.preemption.stored_notices import StoredNotices
 from trainckpt.preemption.wall_time import SLURM_VARIABLE, WallTime, process_start_s, wall_time_end
+from trainckpt.storage.local import LocalTier
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from trainckpt.attempt.options import Options
     from trainckpt.notice import NoticeSource
     from trainckpt.ranks.world import World
     from trainckpt.save.estimates import Timings
+    from trainckpt.storage.base import RunTier
 
 
 REASON = "`trainckpt run`, which started this, is gone"
@@ -78,6 +84,15 @@ class ProgressReporter(PolledSource):
             with contextlib.suppress(OSError):
                 write_status(self._path, progress)
         return []
+
+
+def run_source(
+    tier: RunTier, attempt: int, say: Callable[[str], object], *, is_first_of_host: bool
+) -> NoticeSource | None:
+    """Return the source of notices in the run; None: another rank of this host polls its store."""
+    if isinstance(tier, LocalTier):
+        return NoticeFiles(tier.root / names.NOTICES, attempt, say)
+    return StoredNotices(tier, attempt, say) if is_first_of_host else None
 
 
 WALL_TIME_LEAD_S = 120.0  # where no grace is set: how long before its end a run is stopped
