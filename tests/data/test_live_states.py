@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 from tests.data import datasets as d
-from trainckpt.data.sources import PrefetchingSource
+from trainckpt.data.prefetching import PrefetchingSource
 
 
 class LiveSampler(Sampler):

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from trainckpt.data.prefetching import PrefetchingSource
 from trainckpt.data.sampler import length, samplers_of
-from trainckpt.data.sources import PrefetchingSource
 from trainckpt.errors import ConfigurationError
 from trainckpt.integrations.compat import check, check_code
 
@@ -81,7 +81,7 @@ class PreparedLoader:
 
 
 class ShardReader:
-    """Accelerate's DataLoaderShard on trainckpt's iterator; a `sources.PrefetchReader`."""
+    """Accelerate's DataLoaderShard on trainckpt's iterator; a `prefetching.PrefetchReader`."""
 
     elsewhere = (
         "Accelerate divides the batches over its processes, and the rest of an epoch cannot be "

@@ -19,7 +19,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.data.sources import PrefetchingSource
+from trainckpt.data.prefetching import PrefetchingSource
 from trainckpt.errors import ConfigurationError, Stopped
 from trainckpt.integrations.accelerate_loader import ShardReader
 from trainckpt.integrations.compat import replace_attribute
@@ -46,7 +46,7 @@ class WindowAborted(BaseException):
 
 
 class WindowReader(ShardReader):
-    """The Trainer's loader, read window by window; see `data.sources.PrefetchReader`.
+    """The Trainer's loader, read window by window; see `data.prefetching.PrefetchReader`.
 
     Args:
         shard: The loader prepared by Accelerate.
