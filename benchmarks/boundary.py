@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainckpt
 from trainckpt.preemption import SignalSource
-from trainckpt.ranks import BoundaryGate, Watcher, World, local_store
+from trainckpt.ranks import BoundaryGate, NoticeWatcher, World, local_store
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ GOAL_US = 5.0
 def agreement_alone() -> Iterator[Callable[[], object]]:
     """`Agreement.at_boundary` on one rank, signals watched."""
     gate = BoundaryGate()
-    watcher = Watcher(gate, local_store(World(0, 1, 0, "here")), [SignalSource()])
+    watcher = NoticeWatcher(gate, local_store(World(0, 1, 0, "here")), [SignalSource()])
     watcher.start()
     yield gate.at_boundary
     watcher.stop()
@@ -43,7 +43,7 @@ def agreement_alone() -> Iterator[Callable[[], object]]:
 def agreement_and_check() -> Iterator[Callable[[], object]]:
     """The same, and the look whether the wakeup descriptor is still ours."""
     gate, source = BoundaryGate(), SignalSource()
-    watcher = Watcher(gate, local_store(World(0, 1, 0, "here")), [source])
+    watcher = NoticeWatcher(gate, local_store(World(0, 1, 0, "here")), [source])
     watcher.start()
 
     def boundary() -> object:

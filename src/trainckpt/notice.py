@@ -1,6 +1,6 @@
 """A notice: one value for a request to stop the run or to save, from its source to the exit.
 
-A source (`preemption`) makes it, the ranks agree on one of those they have (`ranks.rounds`), and
+A source (`preemption`) makes it, the ranks agree on one of those they have (`ranks.decision`), and
 the agreed one says at the boundary why the attempt stops or what it saves (`stop`, `save`).
 """
 

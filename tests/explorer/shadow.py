@@ -15,7 +15,7 @@ from tests.explorer.steps import Steps, Verdict
 from trainckpt.errors import NoAgreement
 from trainckpt.notice import Notice
 from trainckpt.ranks import BoundaryGate, Decision, Publication, decide
-from trainckpt.ranks.rounds import decide_without
+from trainckpt.ranks.decision import decide_without
 
 if TYPE_CHECKING:
     import random

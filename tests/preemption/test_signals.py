@@ -15,7 +15,7 @@ import threading
 import pytest
 
 from trainckpt.preemption import SignalSource
-from trainckpt.ranks import BoundaryGate, Watcher, World, local_store
+from trainckpt.ranks import BoundaryGate, NoticeWatcher, World, local_store
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -66,7 +66,7 @@ def test_a_signal_is_seen_by_the_watcher_while_main_is_stuck_in_c():
     gate = BoundaryGate()
     heard = SignalSource()
 
-    class Telling(Watcher):
+    class Telling(NoticeWatcher):
         def request(self, notice):
             super().request(notice)
             os.write(write, b"!")

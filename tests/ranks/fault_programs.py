@@ -17,7 +17,7 @@ from tests.ranks.programs import Training, terminate_myself
 from trainckpt.errors import NoAgreement
 from trainckpt.notice import Notice
 from trainckpt.preemption import SignalSource
-from trainckpt.ranks import BoundaryGate, RankStore, Watcher, World
+from trainckpt.ranks import BoundaryGate, NoticeWatcher, RankStore, World
 
 AHEAD = 500
 
@@ -127,7 +127,7 @@ class Rank:
         if moment is not None:
             channel = Interrupted(channel, moment, act)
         self.gate = Noting(act if moment == DECIDED else lambda: None)
-        self.watcher = Watcher(
+        self.watcher = NoticeWatcher(
             self.gate, channel, [SignalSource()], on_failed_stop=lambda _: self.end_with_71()
         )
         self.watcher.start()

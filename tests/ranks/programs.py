@@ -10,7 +10,7 @@ import torch.distributed
 
 from trainckpt.errors import TrainckptError
 from trainckpt.preemption import SignalSource
-from trainckpt.ranks import BoundaryGate, Watcher, connect, current_world
+from trainckpt.ranks import BoundaryGate, NoticeWatcher, connect, current_world
 from trainckpt.ranks.exchange import Exchange
 
 
@@ -21,7 +21,7 @@ class Training:
         self.channel = connect(current_world(), "test/1")
         self.rank = self.channel.world.rank
         self.gate = BoundaryGate()
-        self.watcher = Watcher(self.gate, self.channel, [SignalSource()], **options)
+        self.watcher = NoticeWatcher(self.gate, self.channel, [SignalSource()], **options)
         self.coupled = coupled
         self.dues = []
         self.watcher.start()
@@ -131,7 +131,7 @@ def one_does_not_answer(rank):
         return "left in peace"
     gate = BoundaryGate()
     sources = [SignalSource()] if rank == 0 else []
-    watcher = Watcher(
+    watcher = NoticeWatcher(
         gate,
         channel,
         sources,

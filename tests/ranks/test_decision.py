@@ -8,7 +8,7 @@ import pytest
 
 from trainckpt.errors import NoAgreement
 from trainckpt.notice import Notice
-from trainckpt.ranks.rounds import Decision, Publication, decide, decide_without
+from trainckpt.ranks.decision import Decision, Publication, decide, decide_without
 
 STOP = Notice("SIGTERM", "stop", "micro-batch")
 WINDOW = Notice("wall time", "stop", "window", seconds_left=60.0)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trainckpt.notice import Notice
-from trainckpt.ranks.rounds import Decision
-from trainckpt.ranks.watcher import PendingRequests
+from trainckpt.ranks.decision import Decision
+from trainckpt.ranks.pending_requests import PendingRequests
 
 STOP = Notice("SIGTERM", "stop", "micro-batch")
 WINDOW = Notice("wall time", "stop", "window")

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from trainckpt.ranks.boundary_gate import BoundaryGate
-from trainckpt.ranks.rounds import Decision, Publication, decide
+from trainckpt.ranks.decision import Decision, Publication, decide
+from trainckpt.ranks.notice_watcher import NoticeWatcher
 from trainckpt.ranks.store import RankStore, connect, local_store
-from trainckpt.ranks.watcher import Watcher
 from trainckpt.ranks.world import World, current_world
 
 __all__ = [
     "BoundaryGate",
     "Decision",
+    "NoticeWatcher",
     "Publication",
     "RankStore",
-    "Watcher",
     "World",
     "connect",
     "current_world",

@@ -24,13 +24,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import NoAgreement
-from trainckpt.ranks.rounds import strictest
+from trainckpt.ranks.decision import strictest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from trainckpt.notice import Mode
-    from trainckpt.ranks.rounds import Decision
+    from trainckpt.ranks.decision import Decision
 
 
 @dataclass

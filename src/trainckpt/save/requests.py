@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trainckpt.attempt.options import Every
     from trainckpt.format.attempt_record import AttemptRecord
     from trainckpt.format.cursor import Cursor
-    from trainckpt.ranks.rounds import Decision
+    from trainckpt.ranks.decision import Decision
     from trainckpt.save.coordinator import SaveCoordinator
     from trainckpt.save.estimates import Timings
 

@@ -29,8 +29,8 @@ from trainckpt.notice import OF_MACHINE, Notice
 from trainckpt.preemption import gpu_health
 from trainckpt.preemption.polling import PollingSource
 from trainckpt.preemption.signals import SignalSource
+from trainckpt.ranks.notice_watcher import NoticeWatcher
 from trainckpt.ranks.threads import SelfPipe
-from trainckpt.ranks.watcher import Watcher
 from trainckpt.stop.deadline import Deadline, granted_s, margin_s
 from trainckpt.stop.notice_sources import (
     ProgressReporter,
@@ -113,7 +113,7 @@ class NoticeListener:
         deadline: Deadline of the agreed stops.
     """
 
-    watcher: Watcher
+    watcher: NoticeWatcher
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class NoticeListener:
             self._heartbeat = Heartbeat(self._tier, attempt)
             self._heartbeat.start()
             weakref.finalize(self, self._heartbeat.stop)
-        self.watcher = Watcher(
+        self.watcher = NoticeWatcher(
             self._gate,
             channel,
             self._sources,

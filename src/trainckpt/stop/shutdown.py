@@ -26,7 +26,7 @@ from trainckpt.errors import NoAgreement, Stopped, TrainckptError, UnusableSnaps
 from trainckpt.format.attempt_record import ENDED, FAILED, FINISHED, KILLED, STOPPED
 from trainckpt.preemption import kubernetes
 from trainckpt.preemption.slurm import COMMAND_S
-from trainckpt.ranks.watcher import end_with_71
+from trainckpt.ranks.notice_watcher import end_with_71
 from trainckpt.stop.requeue import LINGER_S, Requeue
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from trainckpt.attempt.status_files import RankStatusWriter
     from trainckpt.data.loader import TrackedLoader
     from trainckpt.format.cursor import Cursor
-    from trainckpt.ranks.rounds import Decision
+    from trainckpt.ranks.decision import Decision
     from trainckpt.ranks.store import RankStore
     from trainckpt.resume.report import ResumeReport
     from trainckpt.save.coordinator import SaveCoordinator

@@ -13,8 +13,8 @@ from torch.distributed import HashStore, TCPStore
 
 from trainckpt.errors import NoAgreement
 from trainckpt.notice import Notice
-from trainckpt.ranks import BoundaryGate, RankStore, Watcher, World, local_store
-from trainckpt.ranks.watcher import decide_within
+from trainckpt.ranks import BoundaryGate, NoticeWatcher, RankStore, World, local_store
+from trainckpt.ranks.rounds import decide_within
 
 STOP = Notice("SIGTERM")
 WINDOW = Notice("wall time", mode="window")
@@ -26,7 +26,7 @@ class Rank:
 
     def __init__(self, channel, sources=(), **options):
         self.gate = BoundaryGate()
-        self.watcher = Watcher(self.gate, channel, sources, **options)
+        self.watcher = NoticeWatcher(self.gate, channel, sources, **options)
         self.watcher.start()
 
     def train(self, boundaries=10**9, until=None):
@@ -321,7 +321,7 @@ LOST_STORE = """
     if os.fork() == 0:
         client = TCPStore("127.0.0.1", store.port, is_master=False)
         agreement = BoundaryGate()
-        watcher = Watcher(agreement, RankStore(World(1, 2, 1, "here"), client))
+        watcher = NoticeWatcher(agreement, RankStore(World(1, 2, 1, "here"), client))
         watcher.start()
         os.write(write, b"1")
         watcher._threads[1].join()
@@ -350,7 +350,7 @@ def test_a_script_that_ends_without_closing_does_not_crash_the_interpreter():
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(2):
             channel = RankStore(World(rank, 2, rank, "here"), store).connection()
-            Watcher(BoundaryGate(), channel).start()
+            NoticeWatcher(BoundaryGate(), channel).start()
     """
     assert run_python(program) == (0, "")
 
