@@ -298,7 +298,8 @@ def _build_weight_check(
     """Build the check of later weights; on rank 0, read the digests to compare them with."""
     manifest, is_first = beginning.manifest, context.world.rank == 0
     expected: dict[int, str] = {}
-    if is_first and manifest is not None and not report.exactness.reasons:
+    is_same_layout = beginning.saved is not None and beginning.saved.exact
+    if is_first and manifest is not None and is_same_layout:
         expected = recorded_digests(context.tier, manifest.name.attempt, manifest.cursor.step)
     return WeightCheck(
         registry=context.registry,

@@ -141,3 +141,23 @@ def test_a_variable_with_a_generator_of_another_kind_is_named(run, caplog):
     run("stopped", text=legacy)
     assert "these names do not hold the saved generators: script.top" in caplog.text
     assert "same data, not bitwise" in caplog.text
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_generator_made_anew_at_each_epoch_s_end_is_named_only_if_it_is_read(
+    run, caplog, is_read
+):
+    caplog.set_level(logging.INFO, "trainckpt")
+    made = "            sampler = torch.Generator().manual_seed(3)\n"
+    made += "            torch.rand(2, generator=sampler)\n"
+    text = SCRIPT.replace("\n\nmain()\n", f"\n{made}\n\nmain()\n")
+    if is_read:
+        text = text.replace(
+            "noise = top", "ahead = epoch and sampler.initial_seed()\n                noise = top"
+        )
+    straight = run("straight", text=text)
+    run("stopped", 6, text)
+    with pytest.raises(UnboundLocalError) if is_read else contextlib.nullcontext():
+        rest = run("stopped", text=text)
+        assert rest == straight[-len(rest) :]
+    assert ("script.main.sampler" in caplog.text) == is_read

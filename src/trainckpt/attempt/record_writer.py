@@ -63,6 +63,11 @@ class RecordWriter:
         """The record as it is now."""
         return self._record
 
+    @property
+    def is_remote(self) -> bool:
+        """True if each write is a request to an object store."""
+        return isinstance(self._tier, ObjectStoreTier)
+
     def set_fact(self, key: str, name: str, value: Any) -> None:
         """Set one name of a table among the record's facts; as `change`."""
         with self._lock:
@@ -79,7 +84,7 @@ class RecordWriter:
 
     def change_soon(self, **changes: Any) -> None:
         """Change as `change`, without a wait for a store. Training thread."""
-        if isinstance(self._tier, ObjectStoreTier) and self._writes:
+        if self.is_remote and self._writes:
             call = partial(self.change, **changes)
             threading.Thread(target=call, name="trainckpt-record", daemon=True).start()
         else:

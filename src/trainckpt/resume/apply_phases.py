@@ -31,6 +31,7 @@ from trainckpt.ranks import threads
 from trainckpt.state import apply, attributes
 from trainckpt.state.capture import LOADERS
 from trainckpt.state.first_access import FirstAccesses
+from trainckpt.state.script_variables import Differing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,6 +95,7 @@ class PhasedRestore:
         self._otherwise: dict[str, bool] = {}  # frozen then and not now, or vice versa
         self._attributes: list[str] = []  # that differ, and may be set before they are read
         self._of_callbacks: list[str] = []
+        self._variables = Differing([], [])  # that differ, and may be set before they are read
         self._accesses = FirstAccesses({})  # to these
         self._hidden: list[str] = []  # models that must be wrapped in the same DDP again
 
@@ -161,8 +163,11 @@ class PhasedRestore:
         variables = self._registry.script_variables.differing(saved)
         self._attributes = attributes.not_restored(watched, saved)
         self._of_callbacks = attributes.not_restored(watched, saved, of_callbacks=True)
+        self._variables = variables
         if not self._registry.is_over:
             places = watched.places([*self._attributes, *self._of_callbacks])
+            of_variables = [*variables.tensors, *variables.numbers]
+            places |= self._registry.script_variables.places(of_variables)
             self._accesses = FirstAccesses(places)
         later = self._accesses.names
         drift = ResumeDrift(
@@ -173,8 +178,8 @@ class PhasedRestore:
             tensors=self._registry.plain_tensors.differing(saved),
             generators=apply.generators_not_restored(self._registry, saved),
             loaders=self._registry.open_loaders.lost(saved),
-            variables=variables.tensors,
-            numbers=variables.numbers,
+            variables=[each for each in variables.tensors if each not in later],
+            numbers=[each for each in variables.numbers if each not in later],
         )
         self.to_come = False
         if evaluation or not has_loader:
@@ -245,6 +250,8 @@ class PhasedRestore:
             apply.in_another_ddp(self._registry, self._hidden),
             attributes=[each for each in self._attributes if each in not_set],
             of_callbacks=[each for each in self._of_callbacks if each in not_set],
+            variables=[each for each in self._variables.tensors if each in not_set],
+            numbers=[each for each in self._variables.numbers if each in not_set],
         )
 
     def _continue_at(self, loader: TrackedLoader | None) -> None:

@@ -9,15 +9,14 @@ Another batch, learning rate or random number changes all weights in one step, w
 keeps its cause. So the check finds untracked state that no comparison of objects finds. An attempt
 that stopped with its last snapshot trained no step after it: a resume from there is not checked.
 
-The digest covers the first elements of up to 256 trained parameters: on a GPU, one small copy. In
-DDP and FSDP the parameters of rank 0 depend on the gradients of all ranks.
+The digest covers the first elements of up to 256 trained parameters and buffers: on a GPU, one
+small copy. In DDP and FSDP the parameters of rank 0 depend on the gradients of all ranks.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +30,9 @@ from trainckpt.snapshot import attempt_history
 from trainckpt.state import dtensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from torch import nn
 
     from trainckpt.attempt.record_writer import RecordWriter
     from trainckpt.resume.report import ResumeReport
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
 FACT = "weights_after_step"  # in the record: step -> digest
 _KEPT = 16  # digests in a record: enough for the snapshots that are kept
 _FACTOR = 4  # between the distances from the save
-_PACE_S = 1.0  # between two digests recorded: some runs save at every step
-_PARAMETERS, _ELEMENTS = 256, 64
+_STORE_PACE_S = 10.0  # between two writes to an object store: some runs save at every step
+_TENSORS, _ELEMENTS = 256, 64
 _NEVER = 1 << 62
 
 
@@ -79,8 +80,7 @@ class WeightCheck:
         self._distance = 1
         self._record_at = _NEVER
         self._recorded: dict[str, str] = {}
-        self._not_before_s = 0.0  # monotonic
-        self._writing: threading.Thread | None = None
+        self._writes = _Writes(record_writer)
         self.due_step = min(self._expected, default=_NEVER)
 
     def note_save(self, sequence: int, step: int) -> None:
@@ -93,15 +93,15 @@ class WeightCheck:
 
     def reach(self, step: int) -> None:
         """Record or compare the weights as they are after `step` steps. Training thread."""
-        now_s = time.monotonic()
-        is_to_record = step >= self._record_at and now_s >= self._not_before_s
+        is_to_record = step >= self._record_at
         if is_to_record or step in self._expected:
-            found = weight_digest(self._registry.model_parameters().values())
+            found = weight_digest(model.module for model in self._registry.models)
             if found and step in self._expected:
                 self._compare(step, found)
             if found and is_to_record:
-                self._not_before_s = now_s + _PACE_S
-                self._record(step, found)
+                self._recorded[str(step)] = found
+                self._recorded = dict(list(self._recorded.items())[-_KEPT:])
+                self._writes.request(self._recorded)
         while self._record_at <= step:
             self._distance *= _FACTOR
             self._record_at = self._saved_at + self._distance
@@ -112,10 +112,10 @@ class WeightCheck:
         self.due_step = min(self._record_at, next(to_compare, _NEVER))
 
     def _compare(self, step: int, found: str) -> None:
-        if self._report.exactness.reasons:
-            self._expected = {}  # the resume is known to be inexact
-        elif found != self._expected[step]:
+        if found != self._expected[step]:
             self._expected = {}
+            if self._report.exactness.reasons:
+                return  # known to be inexact
             reason = (
                 f"after step {step} the weights are not those that attempt {self._recorded_by} "
                 "had there. The script uses state that is not tracked, was changed since, or runs "
@@ -131,15 +131,34 @@ class WeightCheck:
                 self._recorded_by,
             )
 
-    def _record(self, step: int, found: str) -> None:
-        """Write the digest into the attempt's record, beside training."""
-        self._recorded[str(step)] = found
-        self._recorded = dict(list(self._recorded.items())[-_KEPT:])
-        if self._writing is not None and self._writing.is_alive():
-            return  # a slow store: the next one is written with this one
-        write = partial(self._record_writer.set_facts, {FACT: dict(self._recorded)})
-        self._writing = threading.Thread(target=write, name="trainckpt-record", daemon=True)
-        self._writing.start()
+
+class _Writes:
+    """Writes the newest table into the attempt's record, on a thread beside training."""
+
+    def __init__(self, record_writer: RecordWriter) -> None:
+        self._record_writer = record_writer
+        self._lock = threading.Lock()
+        self._newest: dict[str, str] | None = None  # not written yet
+        self._is_writing = False
+
+    def request(self, table: dict[str, str]) -> None:
+        """Have the table written soon. Training thread."""
+        with self._lock:
+            self._newest = dict(table)
+            is_writing, self._is_writing = self._is_writing, True
+        if not is_writing:
+            threading.Thread(target=self._run, name="trainckpt-record", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                table, self._newest = self._newest, None
+                if table is None:
+                    self._is_writing = False
+                    return
+            self._record_writer.set_facts({FACT: table})
+            if self._record_writer.is_remote:
+                time.sleep(_STORE_PACE_S)
 
 
 def recorded_digests(tier: Tier, attempt: int, after_step: int) -> dict[int, str]:
@@ -158,16 +177,30 @@ def recorded_digests(tier: Tier, attempt: int, after_step: int) -> dict[int, str
     }
 
 
-def weight_digest(parameters: Iterable[torch.Tensor]) -> str:
-    """Return the digest of the first elements of some trained parameters; "" if there are none."""
-    trained = [p for p in parameters if p.requires_grad and p.layout is torch.strided]
-    chosen = trained[:: -(-len(trained) // _PARAMETERS)] if trained else []
-    rows = [_first_row(dtensor.local(parameter)) for parameter in chosen]
+def weight_digest(models: Iterable[nn.Module]) -> str:
+    """Return the digest of the first elements of trained parameters and buffers; "" without any.
+
+    Tensors of other classes, such as quantized ones, are left out.
+    """
+    changing = [tensor for model in models for tensor in _changing(model)]
+    chosen = changing[:: -(-len(changing) // _TENSORS)] if changing else []
     by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for row in rows:
-        by_device.setdefault(row.device, []).append(row)
-    together = [torch.cat(some).cpu() for some in by_device.values()]
-    return digest(b"".join(some.numpy().tobytes() for some in together)) if together else ""
+    for held in map(dtensor.local, chosen):
+        if type(held) is torch.Tensor and held.layout is torch.strided:
+            by_device.setdefault(held.device, []).append(_first_row(held))
+    together = [torch.cat(rows).cpu() for rows in by_device.values()]
+    return digest(b"".join(rows.numpy().tobytes() for rows in together)) if together else ""
+
+
+def _changing(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the trained parameters and the persistent buffers."""
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.requires_grad:
+                yield parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield buffer
 
 
 def _first_row(tensor: torch.Tensor) -> torch.Tensor:

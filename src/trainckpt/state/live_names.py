@@ -5,7 +5,8 @@ it. `hidden` in `out, hidden = model(x, hidden)` is live at the next batch, and 
 `for x in batches` is not. A variable that a function made earlier reads, as a global or from its
 closure, is live too: any call may run that function.
 
-A call of `load_state_dict` on a variable writes it: its own content does not matter any more.
+A call of `load_state_dict` on a variable writes it: its own content does not matter any more. A
+call of `append` or `extend` reads nothing: a list that is only appended to decides no training.
 
 A `for` that is about to take its next item goes on in its body. Handlers of exceptions count, but
 not the way on behind a `with` that suppresses them.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import itertools
 import re
 import types
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 # Python 3.13 and later also join two of them, as in STORE_FAST_LOAD_FAST
 _ACCESS = re.compile(r"(LOAD|STORE|DELETE)_(FAST|NAME|GLOBAL|DEREF|CLOSURE)(_AND_CLEAR)?")
 _ENDS = ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE")
+_COLLECTS = ("append", "extend")
 _WITH = ("SETUP_WITH", "SETUP_ASYNC_WITH")
 
 
@@ -43,7 +46,7 @@ def live_names(frame: types.FrameType) -> set[str]:
     found = flow.live(after, accesses)
     for i, step in enumerate(steps):  # functions made before
         if i not in reached and isinstance(step.argval, types.CodeType):
-            found |= _globals_read(step.argval) if is_module else set(step.argval.co_freevars)
+            found |= _outer_read(step.argval, "LOAD_GLOBAL" if is_module else "LOAD_DEREF")
     return found
 
 
@@ -58,7 +61,9 @@ def _access(
     step: dis.Instruction, following: dis.Instruction | None, *, is_module: bool
 ) -> _Access:
     if isinstance(step.argval, types.CodeType):  # a function is made here
-        return _Access(frozenset(_globals_read(step.argval) if is_module else ()), frozenset())
+        return _Access(
+            frozenset(_outer_read(step.argval, "LOAD_GLOBAL") if is_module else ()), frozenset()
+        )
     names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
     reads, writes = set[str](), set[str]()
     for (verb, place, is_restored), name in zip(_ACCESS.findall(step.opname), names, strict=False):
@@ -68,18 +73,29 @@ def _access(
             writes.add(name)
         elif name not in writes:
             reads.add(name)
-    if following is not None and following.argval == "load_state_dict" and len(names) == 1:
+    method = following.argval if following is not None and len(names) == 1 else None
+    if method == "load_state_dict":
         reads, writes = set(), reads
+    elif method in _COLLECTS:
+        reads = set()
     return _Access(frozenset(reads), frozenset(writes))
 
 
-def _globals_read(code: types.CodeType) -> set[str]:
-    """Return the globals that a function reads, and those of the functions inside it."""
-    found = {s.argval for s in dis.get_instructions(code) if s.opname == "LOAD_GLOBAL"}
+def _outer_read(code: types.CodeType, load: str) -> set[str]:
+    """Return the outer variables that a function reads, and those of the functions inside it.
+
+    `load`: "LOAD_GLOBAL", or "LOAD_DEREF" for those of its closure.
+    """
+    steps = list(dis.get_instructions(code))
+    found = {
+        step.argval
+        for step, following in itertools.pairwise(steps)
+        if step.opname == load and following.argval not in _COLLECTS
+    }
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            found |= _globals_read(inner)
-    return found
+            found |= _outer_read(inner, load)
+    return found if load == "LOAD_GLOBAL" else found.intersection(code.co_freevars)
 
 
 class _Flow:

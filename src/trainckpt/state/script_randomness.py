@@ -15,6 +15,7 @@ thread has that stack. Generators that tracked loaders, models and callbacks hol
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections import Counter
@@ -24,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trainckpt.data import randomness
 from trainckpt.format.exactness import How, Restored
+from trainckpt.state.live_names import live_names
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -52,9 +54,23 @@ def restore(registry: Registry, saved: Saved) -> None:
 
 
 def lost(registry: Registry, saved: Saved) -> list[str]:
-    """Return the saved names whose generator is missing or of another kind, after `restore`."""
+    """Return the saved names whose generator is missing or of another kind, after `restore`.
+
+    A variable that is not set yet, and will be before it is read, needs none.
+    """
     live = randomness.capture(variables(registry))
-    return sorted(name for name, state in _states(saved).items() if live.get(name) != state)
+    found = sorted(name for name, state in _states(saved).items() if live.get(name) != state)
+    return [name for name in found if not _is_set_anew(name)] if found else []
+
+
+def _is_set_anew(path: str) -> bool:
+    """Return True if the variable is unset, and the running code sets it before it reads it."""
+    innermost_first = reversed(frames())
+    scope, frame = next(
+        (each for each in innermost_first if path.startswith(f"{each[0]}.")), ("", None)
+    )
+    name = re.split(r"[.\[]", path[len(scope) + 1 :])[0]
+    return frame is not None and name not in frame.f_locals and name not in live_names(frame)
 
 
 def _states(saved: Saved) -> dict[str, bytes]:

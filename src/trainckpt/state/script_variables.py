@@ -17,6 +17,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch import nn
+
+from trainckpt.data import randomness
 from trainckpt.state import script_randomness
 from trainckpt.state.live_names import live_names
 from trainckpt.state.sketches import Sketch, Sketcher
@@ -105,6 +108,17 @@ class ScriptVariables:
         again = _others(positions, live, equal=True)
         return found._replace(tensors=sorted({*found.tensors, *again}))
 
+    def places(self, names: Collection[str]) -> dict[str, tuple[object, str]]:
+        """Return name, as in `differing` -> object and attribute, for those of own classes."""
+        found = {}
+        for _, values in script_randomness.scopes():
+            for name in names:
+                variable, _, key = name.partition(".")
+                holder = values.get(variable)
+                if key in (randomness.names_of(holder) or {}) and _is_own(holder):
+                    found[name] = holder, key
+        return found
+
     def _values(self, variables: Collection[str]) -> Iterator[tuple[str, Any]]:
         """Yield the name and value of each of these variables that there is."""
         scopes = dict(script_randomness.scopes())
@@ -124,6 +138,11 @@ def hint(numbers: Collection[str]) -> str:
         f"{', '.join(names[:3])}{more}. If training depends on one, keep it on an object, and "
         "track it with trainckpt.Attributes"
     )
+
+
+def _is_own(value: object) -> bool:
+    kind = type(value)
+    return randomness.is_own_module(kind.__module__) and not isinstance(value, nn.Module)
 
 
 def _others(
