@@ -57,6 +57,7 @@ from trainckpt.state.registry import Registry
 from trainckpt.state.script_randomness import EarlyDraws
 from trainckpt.stop.notice_listener import NoticeListener
 from trainckpt.stop.shutdown import HardExit
+from trainckpt.stop.stop_mode import StopModeChooser
 
 if TYPE_CHECKING:
     import os
@@ -103,7 +104,8 @@ class Checkpointer:
         has_peers = data_world is not None and data_world.size < self._world.size
         self._registry = registry = Registry(has_peers=has_peers)
         self._hooks, self._timings, self._requests = Hooks(), Timings(), SaveRequests()
-        self._estimator = SaveEstimator(self.options, registry, self._position, self._timings)
+        estimator = SaveEstimator(self.options, registry, self._timings)
+        stop_mode = StopModeChooser(self.options, registry, self._position, self._timings)
         self._files = tracked_files(registry, run)
         self._phased_restore = PhasedRestore(registry, self._position)
         self._recorder = proof_recorder.recorder_from_environment(self._world.rank, registry)
@@ -129,7 +131,8 @@ class Checkpointer:
         self._listener = NoticeListener(
             gate=self._gate,
             tier=self._tier,
-            estimator=self._estimator,
+            timings=self._timings,
+            stop_mode=stop_mode,
             options=self.options,
             status_writer=self._status_writer,
             hard_exit=hard_exit,
@@ -147,7 +150,8 @@ class Checkpointer:
             registry=self._registry,
             position=self._position,
             timings=self._timings,
-            estimator=self._estimator,
+            estimator=estimator,
+            stop_mode=stop_mode,
             phased_restore=self._phased_restore,
             listener=self._listener,
             hard_exit=hard_exit,

@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from trainckpt.save.requests import SaveRequests
     from trainckpt.state.registry import Registry
     from trainckpt.stop.notice_listener import NoticeListener
+    from trainckpt.stop.stop_mode import StopModeChooser
     from trainckpt.stop.survivor_setup import SurvivorSetup
     from trainckpt.storage.base import RunTier
 
@@ -100,6 +101,7 @@ class RankContext:
     position: ProgressCounter
     timings: Timings
     estimator: SaveEstimator
+    stop_mode: StopModeChooser
     phased_restore: PhasedRestore
     listener: NoticeListener
     hard_exit: HardExit
@@ -263,7 +265,7 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
         )
         grace_s = context.listener.grace_s
         within = "" if grace_s is None else f", within {grace_s:g} s of a signal"
-        logger.debug("a stop falls on %s%s", context.estimator.describe(), within)
+        logger.debug("a stop falls on %s%s", context.stop_mode.describe(), within)
     schedule = SaveSchedule(
         options.every,
         context.position.step,

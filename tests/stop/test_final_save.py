@@ -13,6 +13,7 @@ import pytest
 from tests.end_to_end.training import Crash, attempt, notice, record, usable
 from trainckpt.encryption import keys
 from trainckpt.save import arenas
+from trainckpt.save.estimates import weigh
 from trainckpt.stop.final_save import (
     TierOption,
     choose_tier,
@@ -221,7 +222,7 @@ def stop_on_a_slow_disk(run, **options):
         if ckpt.cursor.micro_batches == 8:
             ckpt._attempt.saver.wait()  # the one before: it would be measured, too
             for _ in range(3):
-                ckpt._timings.record_save(ckpt._estimator.stop_facts().state_bytes, 600.0)
+                ckpt._timings.record_save(weigh(ckpt._registry, gradients=False).state, 600.0)
             notice(run, 1, reason="maintenance", seconds_left=120)
             until = time.monotonic() + 60
             while not ckpt._gate.has_open_round():

@@ -47,7 +47,8 @@ if TYPE_CHECKING:
     from trainckpt.notice import NoticeSource
     from trainckpt.ranks.boundary_gate import BoundaryGate
     from trainckpt.ranks.store import RankStore
-    from trainckpt.save.estimates import SaveEstimator
+    from trainckpt.save.estimates import Timings
+    from trainckpt.stop.stop_mode import StopModeChooser
     from trainckpt.storage.base import RunTier
 
 
@@ -120,7 +121,8 @@ class NoticeListener:
         *,
         gate: BoundaryGate,
         tier: RunTier,
-        estimator: SaveEstimator,
+        timings: Timings,
+        stop_mode: StopModeChooser,
         options: Options,
         status_writer: RankStatusWriter,
         hard_exit: Callable[[str], object],
@@ -131,7 +133,7 @@ class NoticeListener:
         self.deadline = Deadline(lambda: hard_exit("the deadline has passed"))
         self._hard_exit = hard_exit
         self._gate, self._tier = gate, tier
-        self._estimator = estimator
+        self._timings, self._stop_mode = timings, stop_mode
         self.grace_s = options.grace or granted_s()
         self._options = options
         self._status_writer = status_writer
@@ -167,7 +169,7 @@ class NoticeListener:
         others = further_sources(self._options, self.grace_s, world)
         self._polled = [source for source in others if isinstance(source, PollingSource)]
         others += [notices] if notices is not None else []
-        others += [ProgressReporter(self._estimator.timings, world.rank)]
+        others += [ProgressReporter(self._timings, world.rank)]
 
         def report() -> None:  # the supervisor cannot see it, and must not restart the run after it
             self._status_writer.update(asked=True)
@@ -184,7 +186,7 @@ class NoticeListener:
             self._gate,
             channel,
             self._sources,
-            mode=self._estimator.mode,
+            mode=self._stop_mode.mode,
             on_stop=self._on_stop,
             on_failed_stop=self._hard_exit,
             on_lost=lambda why: logger.error(
@@ -279,7 +281,7 @@ class NoticeListener:
         self._slow_stop.begin()
         left_s = self.deadline.left_s()
         if left_s is not None:
-            within_s = self._estimator.tighten_after_s(left_s)
+            within_s = self._stop_mode.tighten_after_s(left_s)
             timer = threading.Timer(within_s, self._accept_micro_batch)
             timer.daemon = True
             timer.start()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainckpt.save.estimates import (
+from trainckpt.stop.stop_mode import (
     StopFacts,
     choose_mode,
     must_tighten_after_s,
