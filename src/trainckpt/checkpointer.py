@@ -105,7 +105,13 @@ class Checkpointer:
         self._registry = registry = Registry(has_peers=has_peers)
         self._hooks, self._timings, self._requests = Hooks(), Timings(), SaveRequests()
         estimator = SaveEstimator(self.options, registry, self._timings)
-        stop_mode = StopModeChooser(self.options, registry, self._position, self._timings)
+        stop_mode = StopModeChooser(
+            options=self.options,
+            registry=registry,
+            position=self._position,
+            timings=self._timings,
+            world_size=self._world.size,
+        )
         self._files = tracked_files(registry, run)
         self._phased_restore = PhasedRestore(registry, self._position)
         self._recorder = proof_recorder.recorder_from_environment(self._world.rank, registry)

@@ -193,6 +193,7 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
     """Build the attempt's objects, in the order of their dependencies, and apply the snapshot."""
     options, registry, manifest = context.options, context.registry, beginning.manifest
     hosts = beginning.record.facts["hosts"]
+    context.stop_mode.set_ranks_here(hosts.count(context.world.host))
     environment = _fingerprint(context)
     record_writer = RecordWriter(context.tier, beginning.record, writes=context.world.rank == 0)
     initial = _record_beginning(context, beginning, record_writer)

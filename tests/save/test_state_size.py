@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tests.ranks.processes import run_in_turn
+from tests.save import state_size_programs as programs
 from trainckpt.save.estimates import weigh
 from trainckpt.state.registry import Registry
 
@@ -45,3 +47,14 @@ def test_gradients_are_not_looked_at_from_other_threads():
     tracked.add("model", model)
     assert weigh(tracked, gradients=False).gradients == 0
     assert weigh(tracked, gradients=True).gradients == 24
+
+
+def test_a_rank_s_file_holds_its_part_of_the_state():
+    """256 bytes of parameters: halves under DDP, which divides them, and under FSDP2, which shards.
+
+    Under DDP a rank has gradients for all; under FSDP2 too, without synchronization, and sharded
+    ones besides.
+    """
+    ddp, sharded = run_in_turn(2, (programs.count, "ddp", 2), (programs.count, "fsdp", 2))
+    assert ddp == [(256, 128, 128 + 256)] * 2
+    assert sharded == [(256, 128, 128 + 256 + 128)] * 2

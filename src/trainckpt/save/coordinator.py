@@ -319,7 +319,7 @@ class SaveCoordinator:
     def has_room(self) -> bool:
         """True if a final save may stay in memory. An encrypted one lies there twice."""
         num_bytes = shard_bytes(self._registry, self._channel.world.size)
-        num_bytes += weigh(self._registry, gradients=True).gradients
+        num_bytes += weigh(self._registry, gradients=True, own_part=True).gradients
         stored_bytes = EncryptedLayout(SPARE_BYTES, num_bytes).stored_bytes
         return not self._is_encrypted or self.replication.has_room(stored_bytes)
 

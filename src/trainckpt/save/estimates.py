@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainckpt.encryption.encrypted_file import bytes_per_s
 from trainckpt.state.adapters import fsdp
+from trainckpt.state.dtensor import is_sharded, local
 
 if TYPE_CHECKING:
     from trainckpt.attempt.options import Options
@@ -101,7 +102,7 @@ class Timings:
         return max(tuple(self._copies), default=None)
 
 
-# ---- the estimates
+# ---- the time of a save
 
 
 FRESH_MEMORY = 5  # times as slow as memory that was used before
@@ -144,7 +145,7 @@ class SaveEstimator:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of the whole state, not of one rank's part.
+    """Bytes of the whole state; or of one rank's part, as far as tensors are sharded.
 
     Attributes:
         state: At a window's end.
@@ -162,28 +163,37 @@ class StateBytes:
         return self.state + self.gradients
 
 
-def weigh(registry: Registry, *, gradients: bool) -> StateBytes:
+def weigh(registry: Registry, *, gradients: bool, own_part: bool = False) -> StateBytes:
     """Return an estimate: training may add optimizer state later.
 
-    `gradients`: count the present ones. Only for the training thread, at a boundary: to read
-    `.grad` while another thread is in a backward corrupts torch's memory.
+    Args:
+        registry: The tracked objects.
+        gradients: Count the present ones. Only for the training thread, at a boundary: to read
+            `.grad` while another thread is in a backward corrupts torch's memory.
+        own_part: Count this rank's part of a sharded tensor, not the whole one.
     """
+    num_bytes = _own_bytes if own_part else _bytes
     state = there = possible = 0
     for model in registry.models:
-        state += sum(_bytes(buffer) for buffer in model.module.buffers())
+        state += sum(num_bytes(buffer) for buffer in model.module.buffers())
         now, unsharded = fsdp.gradient_bytes(model.wrapped)
         there, possible = there + now, possible + unsharded
     for parameter in registry.trained_parameters().values():
-        state += _bytes(parameter)
+        state += num_bytes(parameter)
         if gradients and parameter.grad is not None:
-            there += _bytes(parameter.grad)
-        possible += _bytes(parameter) if parameter.requires_grad else 0
+            there += num_bytes(parameter.grad)
+        possible += num_bytes(parameter) if parameter.requires_grad else 0
     for optimizer in registry.optimizers:
         for items in list(optimizer.optimizer.state.values()):
             if isinstance(items, dict):
                 values = list(items.values())
-                state += sum(_bytes(v) for v in values if isinstance(v, torch.Tensor))
+                state += sum(num_bytes(v) for v in values if isinstance(v, torch.Tensor))
     return StateBytes(state, there, possible)
+
+
+def _own_bytes(tensor: torch.Tensor) -> int:
+    """Return the size of this rank's part."""
+    return _bytes(local(tensor) if is_sharded(tensor) else tensor)
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -199,9 +209,10 @@ def _bytes(tensor: torch.Tensor) -> int:
 def shard_bytes(registry: Registry, world: int, *, gradients: bool = False) -> int:
     """Estimate the bytes of one rank's shard file at a window's end, or with all `gradients`.
 
-    Ranks share the state equal on all; the gradients of an open window mostly differ.
+    A rank stores its part of sharded tensors. Under DDP the ranks divide the state equal on all;
+    the gradients of an open window mostly differ.
     """
-    shared = any(isinstance(m.reducing, DistributedDataParallel) for m in registry.models)
-    weight = weigh(registry, gradients=False)
+    is_replicated = any(isinstance(m.reducing, DistributedDataParallel) for m in registry.models)
+    weight = weigh(registry, gradients=False, own_part=True)
     own = weight.possible_gradients if gradients else 0
-    return weight.state // (world if shared else 1) + own
+    return weight.state // (world if is_replicated else 1) + own

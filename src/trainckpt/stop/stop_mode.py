@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from trainckpt.attempt.log import logger
 from trainckpt.replicate.uploads import CAUTION
-from trainckpt.save.estimates import weigh
+from trainckpt.save.estimates import shard_bytes, weigh
 from trainckpt.storage.host_resources import budget_bytes
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ class StopFacts:
         state_bytes: Size of a snapshot at a window's end.
         gradient_bytes: Bytes that the open window's gradients add.
         seconds_per_byte: Of a whole save, from the call to the commit.
-        memory_budget: Bytes that saves may take.
+        file_bytes: Size of this rank's shard file, with those gradients.
+        memory_budget: Bytes for this rank's saves: its share of its host's.
     """
 
     stop_at: str
@@ -49,6 +50,7 @@ class StopFacts:
     state_bytes: int = 0
     gradient_bytes: int = 0
     seconds_per_byte: float | None = None
+    file_bytes: int = 0
     memory_budget: int | None = None
 
 
@@ -64,9 +66,10 @@ def choose_mode(facts: StopFacts, seconds_left: float | None) -> tuple[Mode, str
         return "micro-batch", "how long a window is was not seen yet"
     if facts.stop_at == "window":
         return "window", "stop_at says so"
-    budget, whole = facts.memory_budget, facts.state_bytes + facts.gradient_bytes
-    if budget is not None and whole > budget:
-        return "window", f"gradients and state are {whole} bytes, over the budget of {budget}"
+    budget, file_bytes = facts.memory_budget, facts.file_bytes
+    if budget is not None and file_bytes > budget:
+        why = f"this rank's state and gradients are {file_bytes} bytes, over its budget of {budget}"
+        return "window", why
     if facts.micro_batch_s is None or facts.seconds_per_byte is None:
         return "micro-batch", "nothing was measured yet"
     wait_s = max(facts.window - facts.micro, 0) * facts.micro_batch_s
@@ -102,18 +105,32 @@ class StopModeChooser:
     """Collects the facts for these decisions. Any thread; never blocks."""
 
     def __init__(
-        self, options: Options, registry: Registry, position: ProgressCounter, timings: Timings
+        self,
+        *,
+        options: Options,
+        registry: Registry,
+        position: ProgressCounter,
+        timings: Timings,
+        world_size: int,
     ) -> None:
         self._options = options
+        self._world_size = world_size
+        self._ranks_here: int | None = None
         self._registry = registry
         self._position = position
         self._timings = timings
         self._logged = False
 
+    def set_ranks_here(self, number: int) -> None:
+        """Set the number of ranks on this host, which share its memory budget.
+
+        It is known once all ranks are there. Until then no budget counts.
+        """
+        self._ranks_here = number
+
     def facts(self) -> StopFacts:
         """Return the facts as of now."""
         weight = weigh(self._registry, gradients=False)
-        budget = self._options.memory_budget
         return StopFacts(
             stop_at=self._options.stop_at,
             micro=self._position.micro,
@@ -122,8 +139,17 @@ class StopModeChooser:
             state_bytes=weight.state,
             gradient_bytes=weight.possible_gradients,
             seconds_per_byte=self._timings.seconds_per_byte,
-            memory_budget=budget_bytes(budget.share, budget.num_bytes),
+            file_bytes=shard_bytes(self._registry, self._world_size, gradients=True),
+            memory_budget=self._own_budget(),
         )
+
+    def _own_budget(self) -> int | None:
+        """Return this rank's share of `memory_budget`; None: no limit is known."""
+        option = self._options.memory_budget
+        budget = budget_bytes(option.share, option.num_bytes)
+        if budget is None or self._ranks_here is None:
+            return None
+        return budget // self._ranks_here
 
     def describe(self) -> str:
         """Describe where a stop will fall, as far as is known at start-up."""

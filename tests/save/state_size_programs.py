@@ -1,0 +1,23 @@
+"""Ranks that count the bytes of a model they share."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from trainckpt.save.estimates import shard_bytes, weigh
+from trainckpt.state.registry import Registry
+
+
+def count(rank, kind, world):
+    """Bytes of the whole state, of this rank's file, and of that file with gradients."""
+    model = nn.Linear(8, 8, bias=False)
+    model = DistributedDataParallel(model) if kind == "ddp" else fully_shard(model)
+    registry = Registry()
+    registry.add("model", model)
+    return (
+        weigh(registry, gradients=False).state,
+        shard_bytes(registry, world),
+        shard_bytes(registry, world, gradients=True),
+    )
