@@ -40,7 +40,7 @@ class Op(NamedTuple):
 Program = tuple[Op, ...]
 
 
-class Wish(NamedTuple):
+class Request(NamedTuple):
     """What a notice on one rank asks of all."""
 
     action: Action
@@ -50,7 +50,7 @@ class Wish(NamedTuple):
 class Round(NamedTuple):
     """What each rank brings to one round; None: it only answers, once it heard the bell."""
 
-    wishes: tuple[Wish | None, ...]
+    requests: tuple[Request | None, ...]
     can_save: tuple[bool, ...]
 
 
@@ -153,7 +153,7 @@ class Setup:
         """Ranks, grouped so that within a group any two could be swapped."""
         groups: dict[object, list[int]] = {}
         for r, program in enumerate(self.programs):
-            brings = tuple((round_.wishes[r], round_.can_save[r]) for round_ in self.rounds)
+            brings = tuple((round_.requests[r], round_.can_save[r]) for round_ in self.rounds)
             groups.setdefault((program, brings), []).append(r)
         return list(groups.values())
 

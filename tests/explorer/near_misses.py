@@ -12,7 +12,7 @@ from tests.explorer.setups import setup_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.explorer.model import Program, Wish
+    from tests.explorer.model import Program, Request
 
 EVERY = training(3, "all")
 FREE = training(3, "none")
@@ -78,6 +78,6 @@ def _of_stops_and_saves() -> Iterator[NearMiss]:
 
 
 def _miss(
-    name: str, fault: str, program: Program, *wishes: Wish, timers: bool = False, **rules: Any
+    name: str, fault: str, program: Program, *requests: Request, timers: bool = False, **rules: Any
 ) -> NearMiss:
-    return NearMiss(fault, setup_of(name, program, wishes, timers=timers, rules=Rules(**rules)))
+    return NearMiss(fault, setup_of(name, program, requests, timers=timers, rules=Rules(**rules)))

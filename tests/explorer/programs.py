@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from tests.explorer.model import Op, Program, Round, Wish
+from tests.explorer.model import Op, Program, Request, Round
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 Collectives = Literal["all", "last", "none", "ahead"]
 
-STOP = Wish("stop")
-WINDOW_STOP = Wish("stop", "window")
-SAVE = Wish("save")
+STOP = Request("stop")
+WINDOW_STOP = Request("stop", "window")
+SAVE = Request("save")
 
 
 def training(
@@ -62,13 +62,15 @@ def raising(program: Program, boundaries: int) -> Program:
     return (*program[: places[boundaries - 1] + 1], Op("raise"))
 
 
-def round_of(wishes: Wish | Sequence[Wish | None], size: int, unable: Sequence[int] = ()) -> Round:
-    """A round that any rank may open with this wish, or each with its own.
+def round_of(
+    requests: Request | Sequence[Request | None], size: int, unable: Sequence[int] = ()
+) -> Round:
+    """A round that any rank may open with this request, or each with its own.
 
     Args:
         unable: Ranks that cannot take a save now.
     """
-    each = (wishes,) * size if isinstance(wishes, Wish) else tuple(wishes)
+    each = (requests,) * size if isinstance(requests, Request) else tuple(requests)
     return Round(each, tuple(rank not in unable for rank in range(size)))
 
 

@@ -10,7 +10,7 @@ from tests.explorer.programs import SAVE, STOP, WINDOW_STOP, raising, round_of, 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from tests.explorer.model import Program, Wish
+    from tests.explorer.model import Program, Request
     from tests.explorer.programs import Collectives
 
 COLLECTIVES: tuple[Collectives, ...] = ("all", "last", "none", "ahead")
@@ -64,14 +64,14 @@ def larger() -> Iterator[Setup]:
 def setup_of(
     name: str,
     program: Program,
-    wishes: Sequence[Wish | Sequence[Wish | None]],
+    requests: Sequence[Request | Sequence[Request | None]],
     *,
     size: int = 3,
     timers: bool = False,
     rules: Rules = REAL,
 ) -> Setup:
-    """All ranks run the same; each of `wishes` is a round."""
-    rounds = tuple(round_of(wish, size) for wish in wishes)
+    """All ranks run the same; each of `requests` is a round."""
+    rounds = tuple(round_of(request, size) for request in requests)
     timed = f"{name}, timers" if timers else name
     return Setup(timed, (program,) * size, rounds, timers, rules)
 
@@ -83,8 +83,8 @@ def _usual(collectives: Collectives) -> Program:
 def _one_round(*, timers: bool) -> Iterator[Setup]:
     """3 ranks, 3 micro-batches, an evaluation behind them, and one notice that any rank gets."""
     for collectives in COLLECTIVES:
-        for name, wish in (("stop", STOP), ("window stop", WINDOW_STOP), ("save", SAVE)):
-            yield setup_of(f"{name}, {collectives}", _usual(collectives), (wish,), timers=timers)
+        for name, request in (("stop", STOP), ("window stop", WINDOW_STOP), ("save", SAVE)):
+            yield setup_of(f"{name}, {collectives}", _usual(collectives), (request,), timers=timers)
 
 
 def _whole_lives(*, timers: bool) -> Iterator[Setup]:
@@ -108,8 +108,8 @@ def _notices_apart(*, timers: bool) -> Iterator[Setup]:
             "save meets stop": (SAVE, STOP, None),
             "window stop meets stop": (WINDOW_STOP, STOP, WINDOW_STOP),
         }
-        for name, wishes in apart.items():
-            yield setup_of(f"{name}, {collectives}", program, (wishes,), timers=timers)
+        for name, requests in apart.items():
+            yield setup_of(f"{name}, {collectives}", program, (requests,), timers=timers)
     rounds = (round_of(SAVE, 3, unable=[2]), round_of(STOP, 3))
     name = f"save that one rank cannot take, then stop{', timers' if timers else ''}"
     yield Setup(name, (training(2, "all", window=2),) * 3, rounds, timers)

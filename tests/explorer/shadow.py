@@ -104,8 +104,8 @@ class Shadow:
 
     def _send(self, r: int, k: int) -> None:
         round_ = self.setup.rounds[k]
-        wish = round_.wishes[r]
-        real = None if wish is None else Notice("a notice", wish.action, wish.mode)
+        request = round_.requests[r]
+        real = None if request is None else Notice("a notice", request.action, request.mode)
         count = self.state.ranks[r].opened[k]
         self.publications[k][r] = Publication(k + 1, r, count, round_.can_save[r], real)
 

@@ -169,7 +169,7 @@ class Steps:
 
     def _mode(self, r: int, stops: list[int], modes: list[Mode]) -> Mode:
         """Of all stops that are known the strictest, so that a later one never loosens it."""
-        own = self.setup.rounds[stops[-1]].wishes[r]
+        own = self.setup.rounds[stops[-1]].requests[r]
         if own is not None and not self.rules.mode_of_decision:
             return own.mode
         if self.rules.strictest_stop_stands and "micro-batch" in modes:
@@ -202,9 +202,9 @@ class Steps:
 
     def _has_reason_to_open(self, state: State, r: int, k: int) -> bool:
         """A notice of its own, at any moment, or the bell of a rank that had one."""
-        wishes = self.setup.rounds[k].wishes
-        return wishes[r] is not None or any(
-            rank.sent >> k & 1 and wishes[q] is not None for q, rank in enumerate(state.ranks)
+        requests = self.setup.rounds[k].requests
+        return requests[r] is not None or any(
+            rank.sent >> k & 1 and requests[q] is not None for q, rank in enumerate(state.ranks)
         )
 
     def _hears(self, state: State, r: int, k: int) -> Iterator[Next]:
@@ -216,9 +216,11 @@ class Steps:
                 known = known._replace(phase="ended")
             yield _with(state, Step("hears", r, k), known)
         if self.setup.timers and not self.rules.one_decision:
-            wish = next(wish for wish in self.setup.rounds[k].wishes if wish is not None)
+            request = next(
+                request for request in self.setup.rounds[k].requests if request is not None
+            )
             after = known._replace(gave_up=rank.gave_up | 1 << k)
-            if wish.action == "stop":
+            if request.action == "stop":
                 after = after._replace(phase="ended")
             yield _with(state, Step("gives up by its own timer", r, k), after)
 
@@ -241,9 +243,9 @@ class Steps:
         """What was asked for as far as the proposer saw; a save if it saw no publication."""
         seen: set[Action] = {"save"}
         for q, rank in enumerate(state.ranks):
-            wish = round_.wishes[q]
-            if wish is not None and rank.sent >> k & 1:
-                seen.add(wish.action)
+            request = round_.requests[q]
+            if request is not None and rank.sent >> k & 1:
+                seen.add(request.action)
         return sorted(seen)
 
     def _all_answered(self, state: State, k: int) -> bool:
@@ -258,16 +260,16 @@ class Steps:
         """The decision that follows from all answers."""
         round_ = self.setup.rounds[k]
         sent = [q for q, rank in enumerate(state.ranks) if rank.sent >> k & 1]
-        wishes = [wish for q in sent if (wish := round_.wishes[q]) is not None]
+        requests = [request for q in sent if (request := round_.requests[q]) is not None]
         bound = max(
             rank.opened[k] if q in sent else rank.passed for q, rank in enumerate(state.ranks)
         )
-        stops = [wish.mode for wish in wishes if wish.action == "stop"]
+        stops = [request.mode for request in requests if request.action == "stop"]
         if stops:
             mode: Mode = "micro-batch" if "micro-batch" in stops else "window"
             return Outcome("stop", mode, bound)
         all_can = len(sent) == len(state.ranks) and all(round_.can_save)
-        return Outcome("save", "micro-batch", bound, failed=not all_can or not wishes)
+        return Outcome("save", "micro-batch", bound, failed=not all_can or not requests)
 
     def _proposed(self, state: State, k: int, what: str, outcome: Outcome) -> Next:
         decisions = (*state.decisions[:k], outcome, *state.decisions[k + 1 :])

@@ -39,7 +39,9 @@ SETUPS = [
         round_of((STOP, None, None), 3),
         timers=False,
     ),
-    setup_of("wishes that meet", (ALL,) * 3, round_of((SAVE, WINDOW_STOP, STOP), 3), timers=False),
+    setup_of(
+        "requests that meet", (ALL,) * 3, round_of((SAVE, WINDOW_STOP, STOP), 3), timers=False
+    ),
     setup_of(
         "rank 1 cannot save",
         (NONE,) * 2,

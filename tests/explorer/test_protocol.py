@@ -16,18 +16,18 @@ SMALL = training(2, "all", window=2)
 SMALL_AND_FREE = training(2, "none", window=2)
 
 
-def two_ranks(program, *wishes, timers=False, **rules):
-    rounds = tuple(round_of(wish, 2) for wish in wishes)
+def two_ranks(program, *requests, timers=False, **rules):
+    rounds = tuple(round_of(request, 2) for request in requests)
     return Setup("two ranks", (program, program), rounds, timers, Rules(**rules))
 
 
 def can_be_asked(setup, action):
-    return any(w and w.action == action for round_ in setup.rounds for w in round_.wishes)
+    return any(w and w.action == action for round_ in setup.rounds for w in round_.requests)
 
 
 def first_is_a_possible_save(setup):
     first = setup.rounds[0]
-    return all(first.can_save) and all(w is None or w.action == "save" for w in first.wishes)
+    return all(first.can_save) and all(w is None or w.action == "save" for w in first.requests)
 
 
 @pytest.mark.parametrize("setup", list(protocol()), ids=lambda setup: setup.name)

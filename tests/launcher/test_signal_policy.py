@@ -184,13 +184,13 @@ def test_the_time_left_counts_from_the_signal_that_is_acted_on_not_from_the_firs
     tmp_path, monkeypatch
 ):
     """An earlier one was answered: the command went on."""
-    wishes = []
+    reasons = []
 
     class Asked:
         taken = None
 
-        def notice(self, wish, ranks):
-            wishes.append(wish)
+        def notice(self, reason, ranks):
+            reasons.append(reason)
             return True
 
     monkeypatch.chdir(tmp_path)
@@ -211,4 +211,4 @@ def test_the_time_left_counts_from_the_signal_that_is_acted_on_not_from_the_firs
         process.kill()
         assert inbox.next(0.0) is None
         assert inbox.came_s is None
-    assert 30.0 < wishes[0].seconds_left <= 38.0
+    assert 30.0 < reasons[0].seconds_left <= 38.0

@@ -282,7 +282,7 @@ def test_a_process_that_leaves_keeps_its_exit_code_whatever_comes():
         atexit.register(again)
         source = SignalSource()
         source.start()
-        source.leaves()
+        source.ignore_later()
         source.stop()
         again()
         child = os.fork()

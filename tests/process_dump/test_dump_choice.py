@@ -195,12 +195,12 @@ def test_ranks_that_rest_are_told_whatever_keeps_them_from_being_dumped(tmp_path
         with monkeypatch.context() as broken, asleep() as process:
             ability = Ability(Path("/bin/false"), "4.2")
             dumping = Dumper(DumpTarget(process, tmp_path, (), None), ability, said.append)
-            order = DumpRequest(function, os.getpid())
-            handshake.write_request(tmp_path, order)
-            handshake.report_quiesced(tmp_path, 0, RankQuiesced(order.id))
+            request = DumpRequest(function, os.getpid())
+            handshake.write_request(tmp_path, request)
+            handshake.report_quiesced(tmp_path, 0, RankQuiesced(request.id))
             dumping._tier, dumping._attempt = run, record.attempt
-            wish = DumpReason("a test", asked=True)
-            dumping._waiting = _Waiting(order, wish, record, time.monotonic())
+            reason = DumpReason("a test", asked=True)
+            dumping._waiting = _Waiting(request, reason, record, time.monotonic())
 
             def breaks(*_):
                 raise OSError(errno.EMFILE, "too many open files")

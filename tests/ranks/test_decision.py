@@ -16,10 +16,10 @@ SAVE = Notice("every 5 min", "save", "micro-batch")
 
 
 def published(*answers):
-    """Publications of round 1 by ranks 0, 1, ...: (passed, wish) or (passed, wish, can_save)."""
+    """Publications of round 1 by ranks 0, 1, ...: (passed, notice), with can_save or without."""
     return [
-        Publication(1, rank, passed, can_save[0] if can_save else True, wish)
-        for rank, (passed, wish, *can_save) in enumerate(answers)
+        Publication(1, rank, passed, can_save[0] if can_save else True, notice)
+        for rank, (passed, notice, *can_save) in enumerate(answers)
     ]
 
 
@@ -65,17 +65,17 @@ def test_the_order_of_publications_does_not_matter():
     assert decide(answers) == decide(answers[::-1])
 
 
-def test_a_round_without_any_wish_is_a_save_that_fails():
+def test_a_round_without_any_notice_is_a_save_that_fails():
     """Nothing is done where nobody asks for anything."""
     decision = decide(published((1, None), (1, None)))
     assert (decision.notice.action, decision.failed) == ("save", True)
 
 
-@pytest.mark.parametrize("wish", [STOP, SAVE])
-def test_a_round_whose_time_ran_out_fails_and_names_the_silent_ranks(wish):
+@pytest.mark.parametrize("notice", [STOP, SAVE])
+def test_a_round_whose_time_ran_out_fails_and_names_the_silent_ranks(notice):
     """A missing answer fails the round; the action is that of the answers there are."""
-    decision = decide_without(published((4, wish)), 3, 1)
-    assert (decision.failed, decision.notice.action) == (True, wish.action)
+    decision = decide_without(published((4, notice)), 3, 1)
+    assert (decision.failed, decision.notice.action) == (True, notice.action)
     assert decision.why == "no answer from rank 1, 2 in time"
 
 
@@ -86,10 +86,10 @@ def test_a_failed_round_is_one_even_if_no_answer_was_found():
     )
 
 
-@pytest.mark.parametrize("wish", [STOP, WINDOW, SAVE, None])
-def test_publications_and_decisions_survive_the_journey_as_json(wish):
+@pytest.mark.parametrize("notice", [STOP, WINDOW, SAVE, None])
+def test_publications_and_decisions_survive_the_journey_as_json(notice):
     """What is written is what is read."""
-    publication = Publication(3, 1, 12, can_save=False, notice=wish, settled=2)
+    publication = Publication(3, 1, 12, can_save=False, notice=notice, settled=2)
     assert Publication.from_json(json.loads(json.dumps(publication.as_json()))) == publication
     decision = decide([publication])
     assert Decision.from_json(json.loads(json.dumps(decision.as_json()))) == decision

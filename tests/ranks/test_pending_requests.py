@@ -19,10 +19,10 @@ def saved(round_, number=None, **more):
     return Decision(round_, 0, Notice("", "save", number=number), **more)
 
 
-def wanting(*wishes):
+def wanting(*requests):
     made = PendingRequests()
-    for wish in wishes:
-        made.add(wish)
+    for request in requests:
+        made.add(request)
     return made
 
 
@@ -35,20 +35,20 @@ def test_a_stop_is_brought_at_once_and_a_save_waits_for_open_rounds():
 
 def test_only_a_stricter_stop_is_asked_for_again():
     """The window's end was asked for, then time ran short."""
-    wishes = wanting(WINDOW)
-    wishes.published(1, WINDOW)
-    wishes.add(WINDOW)
-    assert wishes.next_notice({1}) is None
-    wishes.add(STOP)
-    assert wishes.next_notice({1}) == STOP
+    requests = wanting(WINDOW)
+    requests.published(1, WINDOW)
+    requests.add(WINDOW)
+    assert requests.next_notice({1}) is None
+    requests.add(STOP)
+    assert requests.next_notice({1}) == STOP
 
 
 def test_a_stop_with_a_sooner_deadline_is_asked_for_again_and_keeps_the_strictest_mode():
     """First SIGTERM, then `pause --deadline`: what was decided first is not loosened."""
-    wishes = wanting(STOP)
-    wishes.published(1, STOP)
-    wishes.add(Notice("trainckpt pause", "stop", "window", seconds_left=60.0))
-    brought = wishes.next_notice({1})
+    requests = wanting(STOP)
+    requests.published(1, STOP)
+    requests.add(Notice("trainckpt pause", "stop", "window", seconds_left=60.0))
+    brought = requests.next_notice({1})
     assert (brought.reason, brought.mode) == ("trainckpt pause", "micro-batch")
     assert 59 < brought.seconds_left <= 60
 
@@ -56,75 +56,75 @@ def test_a_stop_with_a_sooner_deadline_is_asked_for_again_and_keeps_the_strictes
 def test_a_deadline_that_is_hardly_sooner_or_later_opens_no_round():
     """Notices are repeated, and each repetition is a little off."""
     now = [100.0]
-    wishes = PendingRequests(clock=lambda: now[0])
-    wishes.add(Notice("wall time", "stop", "micro-batch", seconds_left=60.0))
-    wishes.published(1, wishes.next_notice(()))
+    requests = PendingRequests(clock=lambda: now[0])
+    requests.add(Notice("wall time", "stop", "micro-batch", seconds_left=60.0))
+    requests.published(1, requests.next_notice(()))
     for later, left in ((1.0, 58.5), (2.0, 90.0), (3.0, None)):
         now[0] = 100.0 + later
-        wishes.add(Notice("wall time", "stop", "micro-batch", seconds_left=left))
-        assert wishes.next_notice(()) is None
-    wishes.add(Notice("SIGTERM", "stop", "micro-batch", seconds_left=30.0))
-    assert wishes.next_notice(()).seconds_left == 30.0
+        requests.add(Notice("wall time", "stop", "micro-batch", seconds_left=left))
+        assert requests.next_notice(()) is None
+    requests.add(Notice("SIGTERM", "stop", "micro-batch", seconds_left=30.0))
+    assert requests.next_notice(()).seconds_left == 30.0
 
 
 def test_a_stop_decided_elsewhere_covers_our_own():
     """As strict as ours, so no second round."""
-    wishes = wanting()
-    wishes.on_decision(Decision(1, 0, Notice("", "stop", "micro-batch")))
-    wishes.add(STOP)
-    assert wishes.next_notice(()) is None
+    requests = wanting()
+    requests.on_decision(Decision(1, 0, Notice("", "stop", "micro-batch")))
+    requests.add(STOP)
+    assert requests.next_notice(()) is None
 
 
 def test_a_stop_drops_saves():
     """It saves anyway."""
-    wishes = wanting(SAVE, numbered(1), STOP)
-    wishes.published(1, STOP)
-    wishes.on_decision(Decision(1, 0, Notice("", "stop", "micro-batch")))
-    assert wishes.next_notice(()) is None
+    requests = wanting(SAVE, numbered(1), STOP)
+    requests.published(1, STOP)
+    requests.on_decision(Decision(1, 0, Notice("", "stop", "micro-batch")))
+    assert requests.next_notice(()) is None
 
 
 def test_any_save_will_do_for_one_without_a_number():
     """It merges with whatever save was decided after it was asked for."""
-    wishes = wanting(SAVE)
-    wishes.on_decision(saved(1, number=1))
-    assert wishes.next_notice(()) is None
+    requests = wanting(SAVE)
+    requests.on_decision(saved(1, number=1))
+    assert requests.next_notice(()) is None
 
 
 def test_a_numbered_save_is_asked_for_until_its_own_number_is_decided():
     """Save 1 does not cover save 2; a skipped one is settled too."""
-    wishes = wanting(numbered(1), numbered(2))
-    wishes.on_decision(saved(1, number=1))
-    assert wishes.next_notice(()) == numbered(2)
-    wishes.on_decision(saved(2, number=2, failed=True))
-    wishes.add(numbered(2))
-    assert wishes.next_notice(()) is None
+    requests = wanting(numbered(1), numbered(2))
+    requests.on_decision(saved(1, number=1))
+    assert requests.next_notice(()) == numbered(2)
+    requests.on_decision(saved(2, number=2, failed=True))
+    requests.add(numbered(2))
+    assert requests.next_notice(()) is None
 
 
 def test_a_save_whose_round_ran_out_of_time_is_not_asked_for_for_ever():
     """It was skipped; the next one may do better."""
-    wishes = wanting(numbered(1))
-    wishes.published(1, numbered(1))
-    wishes.on_decision(saved(1, failed=True))
-    assert wishes.next_notice(()) is None
+    requests = wanting(numbered(1))
+    requests.published(1, numbered(1))
+    requests.on_decision(saved(1, failed=True))
+    assert requests.next_notice(()) is None
 
 
 def test_a_stop_that_came_too_late_for_its_round_is_asked_for_again():
     """The round was given up as a save before our answer was there."""
-    wishes = wanting(STOP)
-    wishes.published(1, STOP)
-    assert wishes.next_notice(()) is None
-    wishes.on_decision(saved(1, failed=True))
-    assert wishes.next_notice(()) == STOP
+    requests = wanting(STOP)
+    requests.published(1, STOP)
+    assert requests.next_notice(()) is None
+    requests.on_decision(saved(1, failed=True))
+    assert requests.next_notice(()) == STOP
 
 
 def test_after_a_stop_was_undone_the_same_stop_is_a_new_one():
-    wishes = wanting(STOP)
-    wishes.published(1, STOP)
-    wishes.on_decision(Decision(1, 0, Notice("", "stop", "micro-batch", seconds_left=5.0)))
-    wishes.add(STOP)
-    assert wishes.next_notice(()) is None
-    wishes.forget_stop()
-    wishes.add(SAVE)
-    assert wishes.next_notice(()) == SAVE
-    wishes.add(STOP)
-    assert wishes.next_notice(()) == STOP
+    requests = wanting(STOP)
+    requests.published(1, STOP)
+    requests.on_decision(Decision(1, 0, Notice("", "stop", "micro-batch", seconds_left=5.0)))
+    requests.add(STOP)
+    assert requests.next_notice(()) is None
+    requests.forget_stop()
+    requests.add(SAVE)
+    assert requests.next_notice(()) == SAVE
+    requests.add(STOP)
+    assert requests.next_notice(()) == STOP

@@ -29,7 +29,7 @@ def test_a_deadline_that_was_met_ends_nothing():
     missed = threading.Event()
     deadline = Deadline(missed.set)
     deadline.tighten(0.6)
-    deadline.met()
+    deadline.end()
     assert not missed.wait(0.7)
 
 
@@ -64,7 +64,7 @@ def test_a_deadline_that_was_met_is_over_for_later_ones_too():
     """A decision may still be on its way on the watcher's thread."""
     missed = threading.Event()
     deadline = Deadline(missed.set)
-    deadline.met()
+    deadline.end()
     deadline.tighten(0.0)
     assert not missed.wait(0.3)
 

@@ -44,21 +44,21 @@ class Ended(Exception):
 
 
 class Supervisor:
-    """Gives one order, waits until the rank rests, and does something then."""
+    """Makes one request, waits until the rank rests, and does something then."""
 
     takes_s = 0.0  # from the first process that runs again to the last
 
     def __init__(self, folder, run, then):
         self.folder, self.run = folder, run
-        self.order = DumpRequest(os.urandom(4).hex(), os.getpid())
+        self.request = DumpRequest(os.urandom(4).hex(), os.getpid())
         self.told = None
-        handshake.write_request(folder, self.order)
+        handshake.write_request(folder, self.request)
         self._thread = threading.Thread(target=self._look, args=(then,), daemon=True)
         self._thread.start()
 
     def _look(self, then):
         until = time.monotonic() + HANG_S
-        while not (found := handshake.quiesced_ranks(self.folder, self.order)):
+        while not (found := handshake.quiesced_ranks(self.folder, self.request)):
             if time.monotonic() > until:
                 return
             time.sleep(0.005)
@@ -66,7 +66,7 @@ class Supervisor:
         then(self)
 
     def refuse(self):
-        handshake.refuse_request(self.folder, self.order, "there is no room")
+        handshake.refuse_request(self.folder, self.request, "there is no room")
 
     def restore(self):
         """What a restore does: the next attempt is claimed, and the ranks find its number."""
@@ -205,7 +205,7 @@ def test_a_hook_that_fails_before_means_no_dump(tmp_path, folder):
     assert outcome["outcome"] == "stopped"
     assert "the before_dump hook" in outcome["no_dump"]
     assert "closing raised RuntimeError: no answer" in outcome["no_dump"]
-    assert handshake.quiesced_ranks(folder, made[0].order) == []
+    assert handshake.quiesced_ranks(folder, made[0].request) == []
 
 
 @pytest.mark.parametrize("what", ["hook", "memory"])

@@ -19,7 +19,7 @@ from trainckpt.attempt.status_files import ByteCount, Pid, read_status, read_sta
 if TYPE_CHECKING:
     from pathlib import Path
 
-ORDER = "rest.json"
+REQUEST_FILE = "rest.json"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class DumpRequest:
 
 def write_request(folder: Path, request: DumpRequest) -> None:
     """Write the request. Raise `OSError` if that is not possible."""
-    write_status(folder / ORDER, request)
+    write_status(folder / REQUEST_FILE, request)
 
 
 def refuse_request(folder: Path, request: DumpRequest, why: str) -> None:
@@ -49,7 +49,7 @@ def refuse_request(folder: Path, request: DumpRequest, why: str) -> None:
 
 def read_request(folder: Path) -> DumpRequest | None:
     """Return the current request, or None."""
-    return read_status(folder / ORDER, DumpRequest)
+    return read_status(folder / REQUEST_FILE, DumpRequest)
 
 
 @dataclass(frozen=True)

@@ -270,7 +270,7 @@ class DumpReason:
 class _Waiting:
     """The wait for the ranks to pause."""
 
-    order: DumpRequest
+    request: DumpRequest
     dump_reason: DumpReason
     record: AttemptRecord
     since_s: float  # on the monotonic clock
@@ -388,9 +388,9 @@ class Dumper:
         with CudaDriver() as driver:  # asked only where there is a GPU
             choice = choose(self._measured(self._facts(dump_reason, record, ranks), driver))
             if choice.what == BOTH:
-                order = DumpRequest(secrets.token_hex(8), os.getpid())
-                handshake.write_request(self._launch.folder, order)
-                self._waiting = _Waiting(order, dump_reason, record, start)
+                request = DumpRequest(secrets.token_hex(8), os.getpid())
+                handshake.write_request(self._launch.folder, request)
+                self._waiting = _Waiting(request, dump_reason, record, start)
             answer(DumpAnswer(choice.what, choice.why))
             self._say(f"{dump_reason.reason}: {choice.what}: {choice.why}")
             if choice.what != DUMP:
@@ -415,17 +415,17 @@ class Dumper:
 
     def _dump_at_rest(self, waiting: _Waiting, left_s: float) -> bool:
         """Dump the tree at a committed boundary; return True if the tree is dumped and gone."""
-        resting = handshake.quiesced_ranks(self._launch.folder, waiting.order)
+        resting = handshake.quiesced_ranks(self._launch.folder, waiting.request)
         left_s, start = min(left_s, waiting.left_s()), time.monotonic()
         if len(resting) != waiting.record.facts.get("world"):
             if reason := self._why_no_longer(waiting, resting, left_s):
                 self._waiting = self._first_rests_s = None
                 self._say(f"not dumped: {reason}")
-                handshake.refuse_request(self._launch.folder, waiting.order, reason)
+                handshake.refuse_request(self._launch.folder, waiting.request, reason)
             return False
         self._waiting = self._first_rests_s = None
         if reason := self._why_not_at_rest(waiting, resting, left_s):
-            handshake.refuse_request(self._launch.folder, waiting.order, reason)
+            handshake.refuse_request(self._launch.folder, waiting.request, reason)
             return False
         dropped = sum(rank.dropped for rank in resting)
         but_for = f", but for {dropped / 1e6:.1f} MB in {resting[0].snapshot}" if dropped else ""

@@ -107,10 +107,10 @@ class PollingSource(PolledSource):
                     notices = self._ask()
             except Exception as error:  # noqa: BLE001 - a driver's or a server's surprise
                 expected = isinstance(error, (OSError, PollFailed))
-                told = str(error) if expected else f"{type(error).__name__}: {error}"
-                if said != told:
-                    self._say(told)
-                said = told or "no answer"
+                problem = str(error) if expected else f"{type(error).__name__}: {error}"
+                if said != problem:
+                    self._say(problem)
+                said = problem or "no answer"
                 pause_s = min(2 * pause_s, max(LONGEST_PAUSE_S, self._pause_s))
                 continue
             pause_s, said = self._pause_s, ""

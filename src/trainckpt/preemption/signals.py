@@ -95,7 +95,7 @@ class SignalSource:
         self._seen: set[int] = set()
         self._interrupts = 0
         self._next_check = 0.0
-        self._leaves = False
+        self._ignores_later = False
 
     def start(self) -> None:
         """Install handlers and the wakeup descriptor. Off the main thread, only set `why`.
@@ -140,14 +140,14 @@ class SignalSource:
             self._next_check = now + CHECK_INTERVAL_S
             self._take_wakeup_fd()
 
-    def leaves(self) -> None:
+    def ignore_later(self) -> None:
         """Ignore later signals on the way out: the exit code is decided, and `stop` keeps it.
 
         Senders repeat themselves, and reach one rank later than another: the default action would
         turn a finished stop into a death by SIGTERM. SIGINT is restored all the same: a person who
         presses Ctrl-C again wants the process to end now.
         """
-        self._leaves = True
+        self._ignores_later = True
 
     def stop(self) -> None:
         """Restore the handlers replaced by `start`, unless other code has changed them since.
@@ -187,7 +187,7 @@ class SignalSource:
     def _restore(self, signum: signal.Signals) -> None:
         previous = self._previous.pop(signum, None)
         if signal.getsignal(signum) == self._note:
-            if self._leaves and signum != signal.SIGINT:
+            if self._ignores_later and signum != signal.SIGINT:
                 _be_deaf_to(signum)
                 return
             if previous is None:  # it was installed by C code, or put back already

@@ -53,7 +53,7 @@ class Deadline:
         self._lock = threading.Lock()
         self._ends_s: float | None = None
         self._timer: threading.Timer | None = None
-        self._is_met = self._is_held = False
+        self._is_over = self._is_held = False
 
     def tighten(self, seconds_left: float | None) -> None:
         """Set the time left; an earlier deadline stands."""
@@ -62,7 +62,7 @@ class Deadline:
         within_s = max(0.0, seconds_left - margin_s(seconds_left))
         ends_s = time.monotonic() + within_s
         with self._lock:
-            if self._is_met or (self._ends_s is not None and self._ends_s <= ends_s):
+            if self._is_over or (self._ends_s is not None and self._ends_s <= ends_s):
                 return
             self._ends_s = ends_s
             self._cancel()
@@ -78,7 +78,7 @@ class Deadline:
     def go_on(self) -> None:
         """Resume the deadline; one that has passed is extended by a moment."""
         with self._lock:
-            if self._is_held and self._ends_s is not None and not self._is_met:
+            if self._is_held and self._ends_s is not None and not self._is_over:
                 self._begin(max(self._ends_s - time.monotonic(), MOST_MARGIN_S))
             self._is_held = False
 
@@ -93,10 +93,10 @@ class Deadline:
         ends_s = self._ends_s
         return None if ends_s is None else ends_s - time.monotonic()
 
-    def met(self) -> None:
-        """Mark the deadline as met: the process leaves in time, or the attempt is over."""
+    def end(self) -> None:
+        """Remove the deadline for good: the process leaves in time, or the attempt is over."""
         with self._lock:
-            self._is_met = True
+            self._is_over = True
             self._cancel()
 
     def _begin(self, within_s: float) -> None:

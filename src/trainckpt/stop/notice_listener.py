@@ -214,11 +214,11 @@ class NoticeListener:
     def finish(self) -> None:
         """End the listening for stops after the last commit: no deadline ends this process any
         more. `leave_request` reports later requests."""
-        self.reached()
+        self.end_boundary_wait()
         for source in self._sources:
             source.is_late = True
         self.watcher.publish_final()
-        self.deadline.met()
+        self.deadline.end()
 
     def leave_request(self) -> tuple[str, float | None] | None:
         """Return the most urgent request for this rank to leave: reason and seconds left; None:
@@ -258,18 +258,18 @@ class NoticeListener:
         for source in self._polled:
             source.resume()
 
-    def end(self, *, leaves: bool = False) -> None:
+    def end(self, *, exits: bool = False) -> None:
         """Stop listening; no other rank waits for this one. May be repeated.
 
-        `leaves`: the process ends now, by its own exit code, whatever signals come.
+        `exits`: the process ends now, by its own exit code, whatever signals come.
         """
-        if leaves:
-            self._signals.leaves()
+        if exits:
+            self._signals.ignore_later()
         if not self._started:
             _stop_listening(self._early, self._signals)
             return
-        self.deadline.met()
-        self.reached()
+        self.deadline.end()
+        self.end_boundary_wait()
         self.watcher.publish_final()
         self.watcher.stop()
         if self._heartbeat is not None:
@@ -286,7 +286,7 @@ class NoticeListener:
             timer.daemon = True
             timer.start()
 
-    def reached(self) -> None:
+    def end_boundary_wait(self) -> None:
         """Cancel the slow-boundary timer at the boundary of the stop, or at the end."""
         self._slow_stop.end()
 

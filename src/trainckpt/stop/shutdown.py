@@ -142,7 +142,7 @@ class Shutdown:
 
         Returns True after the processes were dumped here and restored: training goes on.
         """
-        self._listener.reached()
+        self._listener.end_boundary_wait()
         reason, dump_pause = due.notice.reason, self._dump_pause
         may_pause = dump_pause is not None and dump_pause.is_requested
         if not may_pause:
@@ -170,9 +170,9 @@ class Shutdown:
         self._record_tiers(cursor)
         self._saver.close(keep=True)
         self._requeue(reason)
-        leaves = self._options.on_stop == "exit"
-        self._stop_watching(leaves=leaves)
-        if not leaves:
+        exits = self._options.on_stop == "exit"
+        self._stop_watching(exits=exits)
+        if not exits:
             self._status_writer.update(state=RETURNED)
             return False
         exit_soon(self._code, EXIT_AFTER_S)
@@ -290,7 +290,7 @@ class Shutdown:
             return
         # Nothing is left to lose from here on. No deadline applies, here or outside, since
         # the job counts as completed if a lingering process ends before Slurm kills it.
-        self._listener.deadline.met()
+        self._listener.deadline.end()
         self._status_writer.update(grace_s=None)
         if self._channel.world.rank == 0:
             requeue.ask(reason)
@@ -306,8 +306,8 @@ class Shutdown:
         except NoAgreement as error:
             logger.warning("leaving without the other ranks: %s", error.message)
 
-    def _stop_watching(self, *, leaves: bool = False) -> None:
-        self._listener.end(leaves=leaves)
+    def _stop_watching(self, *, exits: bool = False) -> None:
+        self._listener.end(exits=exits)
         for problem in self._listener.watcher.problems:
             logger.warning("notice watcher: %s", problem)
         self._barrier("gone")  # the process with the store leaves last
