@@ -714,10 +714,11 @@ class LoaderSource:
             )
         else:
             advice = (
-                "it depends on more than seed, epoch and generators; give the sampler state_dict "
+                "it depends on more than seed, epoch and generators, or reading a sample draws "
+                "from the sampler's generator too; give the sampler state_dict "
                 "and load_state_dict"
             )
-        reason = f"{self._name}: {found}: {advice}. Data differs from the uninterrupted run"
+        reason = f"{self._name}: {found}: {advice}. Data may differ from the uninterrupted run"
         self._report(Restored(self._name, How.NOT_KEPT, reason))
 
     def _sampler_values(self) -> dict[str, Any]:
