@@ -508,6 +508,7 @@ class Checkpointer:
     def _first_boundary(self, attempt: Attempt, *, fetches_batch: bool) -> None:
         """Note that training begins. `fetches_batch`: a batch follows."""
         self._registry.watched.training_begins()
+        self._registry.callback_values.begin()
         if script_randomness.is_plain_loop():
             self._registry.open_loaders.begin()
         self._registry.script_variables.begin()

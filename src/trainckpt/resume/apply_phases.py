@@ -159,6 +159,7 @@ class PhasedRestore:
             for name, was in model.frozen_otherwise(saved).items()
         }
         self._hidden = apply.hidden_in_ddp(saved)
+        self._registry.callback_values.restore(saved)
         watched = self._registry.watched
         variables = self._registry.script_variables.differing(saved)
         self._attributes = attributes.not_restored(watched, saved)

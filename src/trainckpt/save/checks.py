@@ -122,7 +122,8 @@ class TrackedNamesCheck:
                 )
 
     def _check_attributes(self) -> None:
-        changed = sorted(set(self._registry.watched.changed_in_training()) - self._logged)
+        lost = set(self._registry.watched.changed_in_training())
+        changed = sorted(lost - self._registry.callback_values.names() - self._logged)
         if changed:
             self._logged.update(changed)
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""

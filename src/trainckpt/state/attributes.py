@@ -58,6 +58,7 @@ _FRAMEWORKS = frozenset(
 _NUMBERS = (bool, int, float, type(None))
 _SETS, _MAPPINGS = (set, frozenset), (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS = (list, tuple, deque, *_SETS, *_MAPPINGS)
+MAX_DEPTH = 8  # containers in each other, of a value that is restored
 _ITEMS = (256, 16, 8)  # compared of a container, of one in it, and of one in that
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _OPTIONS = ("p", "dropout", "momentum")  # of torch's modules; a schedule may set them from outside
@@ -192,7 +193,7 @@ def _saved_generators(saved: Saved) -> dict[str, bytes]:
     return {} if tree is None else saved.decode(tree)
 
 
-class _Owner(NamedTuple):
+class Owner(NamedTuple):
     """An object whose attributes are watched.
 
     Attributes:
@@ -206,6 +207,10 @@ class _Owner(NamedTuple):
     numbers_only: bool
     skipped: frozenset[str]
     hides_private: bool
+
+    def own_attributes(self) -> list[tuple[str, Any]]:
+        """Return the name and value of each attribute that a framework does not assign."""
+        return [(key, value) for key, value in vars(self.value).items() if key not in self.skipped]
 
     def values(self) -> dict[str, Any]:
         """Return full name -> number, or digest."""
@@ -226,7 +231,7 @@ class _Owner(NamedTuple):
             if type(number) in _NUMBERS:
                 found[f"{self.name}.{key}"] = number
             elif not self.numbers_only:
-                found[f"{self.name}.{key}"] = _digest(value)
+                found[f"{self.name}.{key}"] = digest_of(value)
             elif brief := _brief(value, of_module=of_module):
                 found[f"{self.name}.{key}"] = brief
         return found
@@ -272,20 +277,20 @@ class Watched:
             for path, parameter in module.named_parameters()
             if _hooks(parameter)
         ]
-        self._objects: dict[str, _Owner] = {}
-        self._callbacks: list[_Owner] = []
+        self._objects: dict[str, Owner] = {}
+        self._callbacks: list[Owner] = []
         self._first: dict[str, Any] = {}  # of callbacks, at the first boundary
         self._always: set[str] = set()
         self._begun = self._values()
 
-    def _owner(self, name: str, value: object, *, numbers_only: bool) -> _Owner:
+    def _owner(self, name: str, value: object, *, numbers_only: bool) -> Owner:
         skipped = {key for at, key in self._tracked if at == id(value)}
         frameworks = [kind for kind in _bases(value) if _is_framework(kind)]
         assigned = _OF_EVERY_MODULE.union(*map(_assigned, frameworks))
         skipped |= assigned.difference(_OPTIONS) if isinstance(value, nn.Module) else assigned
         is_part = isinstance(value, (nn.Module, torch.optim.Optimizer))
         hides = is_part and any("__init__" in vars(kind) for kind in frameworks)
-        return _Owner(name, value, numbers_only, frozenset(skipped), hides)
+        return Owner(name, value, numbers_only, frozenset(skipped), hides)
 
     def owners(self) -> list[tuple[str, object, frozenset[str]]]:
         """Return name, module or optimizer, and the attributes that are not the script's."""
@@ -308,9 +313,9 @@ class Watched:
             self._callbacks.append(owner)
             self._begun |= owner.values()
 
-    def callbacks(self) -> list[object]:
+    def callbacks(self) -> list[Owner]:
         """Return the watched trainers and callbacks."""
-        return [owner.value for owner in self._callbacks]
+        return self._callbacks
 
     def modules_of_callbacks(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the name of each trainer or callback, and the modules in its attributes."""
@@ -531,7 +536,7 @@ def _how(then: Any, now: Any) -> str:
     return "" if isinstance(then, str) or isinstance(now, str) else f" ({then}, now {now})"
 
 
-def _digest(value: Any) -> str:
+def digest_of(value: Any) -> str:
     """Return the digest of a value, or "" if it is of a kind that cannot be stored."""
     seen = Captured()
     try:

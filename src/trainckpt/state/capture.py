@@ -84,6 +84,7 @@ def capture(registry: Registry) -> Captured:
         registry.watched.watch(generic.name, generic.target, has_state=not generic.is_empty_in(out))
     if changed := registry.watched.changed():
         out.values[attributes.PART] = out.encode(changed, attributes.PART)
+    registry.callback_values.capture(out)
     registry.plain_tensors.capture(registry, out)
     for loader in registry.loaders:
         loader.capture(out)

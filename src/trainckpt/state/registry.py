@@ -17,6 +17,7 @@ from trainckpt.format.exactness import How, Restored
 from trainckpt.format.globs import select
 from trainckpt.state import (
     attributes,
+    callback_values,
     open_loaders,
     plain_tensors,
     script_randomness,
@@ -37,6 +38,7 @@ from trainckpt.state.adapters.stateful import (
 from trainckpt.state.adapters.tracked_file import TrackedFile
 from trainckpt.state.adapters.unsupported import refuse
 from trainckpt.state.attributes import Attributes, Watched
+from trainckpt.state.callback_values import CallbackValues
 from trainckpt.state.capture import DDP, FSDP, LOADERS
 from trainckpt.state.captured import VALUES
 from trainckpt.state.dtensor import training_device
@@ -56,7 +58,7 @@ RESERVED = frozenset(
         *(DDP, FSDP, LOADERS, VALUES, gradients.PART, rng.PART, tracked_file.PART),
         *(attributes.PART, attributes.GENERATORS, script_randomness.GENERATORS_PART),
         *(script_randomness.EPOCH_HEAD_PART, plain_tensors.PART, open_loaders.PART),
-        script_variables.PART,
+        *(script_variables.PART, callback_values.PART),
     )
 )
 
@@ -154,6 +156,11 @@ class Registry:
             objects,
             ((each.name, each.optimizer) for each in self.optimizers),
         )
+
+    @cached_property
+    def callback_values(self) -> CallbackValues:
+        """Return the plain attributes of watched callbacks and trainers."""
+        return CallbackValues(self.watched.callbacks)
 
     @cached_property
     def plain_tensors(self) -> PlainTensors:

@@ -138,7 +138,7 @@ class Sketcher:
     @cached_property
     def _others(self) -> set[int]:
         found = {id(generic.target) for generic in self._registry.generics}
-        found.update(map(id, self._registry.watched.callbacks()))
+        found.update(id(owner.value) for owner in self._registry.watched.callbacks())
         for state in self._registry.loaders:
             loader = state.loader.underlying
             found.update(id(one) for _, one in sampler.samplers_of(loader))

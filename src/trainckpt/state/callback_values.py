@@ -1,0 +1,161 @@
+"""Restore plain attributes of callbacks and trainers that have no state of their own.
+
+A best score, a counter or a list of losses goes on from its value at the snapshot's boundary, if it
+has changed since the first boundary of the attempt. Plain are numbers, texts, containers of them,
+and small tensors on the CPU.
+
+A callback that has made an object of another kind since then, such as an open file, is left as the
+script makes it: its numbers may only hold together with that object. `attributes` names its loss.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from trainckpt.errors import TrainckptError
+from trainckpt.state import attributes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from trainckpt.state.captured import Captured, Saved
+
+PART = "callback values"  # no keyword can be spelled so
+_ATOMS = (bool, int, float, complex, str, bytes, type(None))
+_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+_CONTAINERS = (list, tuple, set, frozenset, deque, *_MAPPINGS)
+_MOST = 4096  # values in one attribute
+_BYTES = 1 << 20  # of its tensors and texts
+_CLOCK_S = (1e9, 1e10)  # seconds since 1970: a float between them is the time
+
+
+class CallbackValues:
+    """The plain attributes of the watched callbacks and trainers of one rank."""
+
+    def __init__(self, owners: Callable[[], list[attributes.Owner]]) -> None:
+        """`owners`: returns the watched callbacks and trainers."""
+        self._owners = owners
+        self._begun: dict[str, dict[str, object]] = {}  # owner -> attribute -> mark
+
+    def begin(self) -> None:
+        """Note the values at the first boundary: the script sets these again in each attempt."""
+        self._begun = {
+            owner.name: {key: _mark(value) for key, value in owner.own_attributes()}
+            for owner in self._owners()
+        }
+
+    def capture(self, out: Captured) -> None:
+        """Add the values that have changed."""
+        kept = {
+            name: {key: out.encode(value, f"{PART}/{name}.{key}") for key, value in changed.items()}
+            for name, changed in self._changed()
+            if changed
+        }
+        if kept:
+            out.values[PART] = kept
+
+    def restore(self, saved: Saved) -> None:
+        """Set the saved values in callbacks of the same name."""
+        live = {owner.name: owner.value for owner in self._owners()}
+        for name, trees in saved.values.get(PART, {}).items():
+            for key, tree in trees.items() if name in live else ():
+                names = vars(live[name])
+                names[key] = _filled(names.get(key), saved.decode(tree))
+
+    def names(self) -> set[str]:
+        """Return the full name of each attribute that a save keeps now."""
+        return {f"{name}.{key}" for name, changed in self._changed() for key in changed}
+
+    def _changed(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the name of each callback that can be restored, and its changed attributes."""
+        for owner in self._owners():
+            begun, changed = self._begun.get(owner.name), dict[str, Any]()
+            if begun is None:
+                continue
+            for key, value in owner.own_attributes():
+                if begun.get(key) == (mark := _mark(value)):
+                    continue
+                if isinstance(mark, _Identity):
+                    break
+                if not _is_time(value):
+                    changed[key] = _without_factories(value)
+            else:
+                yield owner.name, changed
+
+
+class _Identity(NamedTuple):
+    """The mark of a value that is not plain."""
+
+    id: int
+
+
+def _mark(value: Any) -> object:
+    """Return a mark that is another one once the value has changed."""
+    if _size(value, 0) is None:
+        return _Identity(id(value))
+    if type(value) in _ATOMS:
+        return type(value).__name__, repr(value)
+    try:
+        return attributes.digest_of(_without_factories(value)) or _Identity(id(value))
+    except (TrainckptError, RuntimeError):  # a thread of the script changes it meanwhile
+        return _Identity(id(value))
+
+
+def _size(value: Any, depth: int) -> int | None:
+    """Return the number of values in a plain one; None if it is not plain, or too large."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return None if kind in (str, bytes) and len(value) > _BYTES else 1
+    if kind is torch.Tensor:
+        is_small = value.device.type == "cpu" and value.nbytes <= _BYTES
+        return 1 if is_small and value.layout is torch.strided and not value.requires_grad else None
+    if kind not in _CONTAINERS or len(value) > _MOST or depth > attributes.MAX_DEPTH:
+        return None
+    total = 1
+    items = [*value.keys(), *value.values()] if kind in _MAPPINGS else list(value)
+    for item in items:
+        size = _size(item, depth + 1)
+        if size is None or (total := total + size) > _MOST:
+            return None
+    return total
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) is float and _CLOCK_S[0] < value < _CLOCK_S[1]
+
+
+def _without_factories(value: Any) -> Any:
+    """Return the value with a `dict` for each `defaultdict`, whose factory cannot be stored."""
+    if type(value) in (dict, defaultdict):
+        return {key: _without_factories(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_factories, value))
+    return value
+
+
+def _filled(live: Any, value: Any) -> Any:
+    """Return the value; in the live container if that is of the same kind, which others may hold.
+
+    A nested one of a `defaultdict` is made by its factory.
+    """
+    is_same_kind = type(live) is type(value) or (type(live), type(value)) == (defaultdict, dict)
+    if not is_same_kind or isinstance(value, (tuple, frozenset)):
+        return value
+    if isinstance(value, _MAPPINGS):
+        live.clear()
+        for key, item in value.items():
+            factory = getattr(live, "default_factory", None)
+            live[key] = _filled(factory() if factory is not None else None, item)
+        return live
+    if isinstance(value, (list, deque)):
+        live.clear()
+        live.extend(value)
+        return live
+    if isinstance(value, set):
+        live.clear()
+        live.update(value)
+        return live
+    return value
