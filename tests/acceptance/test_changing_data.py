@@ -114,3 +114,54 @@ def test_samples_added_at_the_head_of_an_epoch_are_there_again(tmp_path, caplog)
         grow(tmp_path / "run", stop=4, at_head=True)
     assert grow(tmp_path / "run", at_head=True) == whole[4:]
     assert "samples when it was saved" not in caplog.text
+
+
+class Noise:
+    """A transform of the script's own."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __call__(self, x):
+        return x * self.scale
+
+
+class Augmented(Dataset):
+    def __init__(self):
+        self.items, self.transform = torch.arange(8.0).view(8, 1), Noise(1.0)
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return self.transform(self.items[index])
+
+
+def double(x):
+    return 2 * x
+
+
+@pytest.mark.parametrize("transform", [Noise(2.0), double], ids=["object", "function"])
+@pytest.mark.parametrize("at_each_head", [True, False])
+def test_a_transform_that_is_replaced_once_is_named(tmp_path, caplog, at_each_head, transform):
+    def train(place, stop=None):
+        model, data, batches, save = torch.nn.Linear(1, 1), Augmented(), [], None
+        loader = DataLoader(data, batch_size=2)
+        with Checkpointer(place, model=model, loader=loader, every="never") as ckpt:
+            for epoch in ckpt.epochs(3):
+                if epoch == 1 or (at_each_head and epoch):
+                    data.transform = transform
+                for batch in ckpt.batches():
+                    if save is not None:
+                        save.wait()
+                        raise Crash
+                    batches.append(batch.tolist())
+                    if len(batches) == stop:
+                        save = ckpt.save()
+        return batches
+
+    whole = train(tmp_path / "straight")
+    with pytest.raises(Crash):
+        train(tmp_path / "run", stop=10)
+    assert (train(tmp_path / "run") == whole[10:]) == at_each_head
+    assert ("dataset.transform was replaced or written" in caplog.text) != at_each_head

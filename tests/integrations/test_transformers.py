@@ -458,3 +458,50 @@ def test_a_trainer_built_in_another_way_is_refused_when_the_callback_is_made(mon
     monkeypatch.setattr(transformers_callback, "_USED", ())
     with pytest.raises(ConfigurationError, match="get_batch_samples, which fetches a window"):
         trainckpt.transformers.TrainckptCallback("runs/x")
+
+
+class Shift:
+    """A transform of the inputs."""
+
+    def __init__(self, by):
+        self.by = by
+
+    def __call__(self, x):
+        return x + self.by
+
+
+class Shifted(trained.Tokens):
+    transform = Shift(0.0)
+
+    def __getitem__(self, i):
+        item = super().__getitem__(i)
+        return {**item, "input_ids": self.transform(item["input_ids"])}
+
+
+class ShiftByEpoch(transformers.TrainerCallback):
+    """Sets the transform of an epoch as it begins, and counts epochs without a state."""
+
+    def __init__(self, data):
+        self.data, self.began = data, []
+
+    def on_epoch_begin(self, args, state, control, **_):
+        self.began.append(state.epoch)
+        self.data.transform = Shift(0.5 * state.epoch)
+
+
+@pytest.mark.parametrize("strike_at", [2, 14])
+def test_an_epoch_that_is_resumed_begins_again_for_the_callbacks(tmp_path, caplog, strike_at):
+    def train(place, seen, strike_at=None):
+        training = Training(place, seen, place / "run", strike_at)
+        training.trainer.train_dataset = data = Shifted()
+        training.trainer.add_callback(callback := ShiftByEpoch(data))
+        training.train()
+        return callback.began
+
+    caplog.set_level("INFO", "trainckpt")
+    want, seen = {}, {}
+    began = train(tmp_path / "straight", want)
+    train(tmp_path / "stopped", seen, strike_at)
+    assert train(tmp_path / "stopped", seen) == began == [0, 1.0]
+    assert seen == want
+    assert "not exact" not in caplog.text

@@ -8,6 +8,8 @@ lists, arrays and     digests of some hundred items each, as the process began: 
 tensors               split, names of files. If a resumed process begins with another digest,
                       other samples stand at the same indices, and that is reported. The same for
                       those that the run has replaced since, and tensors and arrays written since
+functions and         their class or name, and numbers, if the run has replaced them since: a
+transforms            transform that is chosen at one epoch
 samples in a dict     digests of a few. A resume begins with an empty cache; if the same key gets
                       another sample later, it was made by random draws, and that is reported
 """
@@ -15,6 +17,7 @@ samples in a dict     digests of a few. A resume begins with an empty cache; if 
 from __future__ import annotations
 
 import os.path
+import types
 from contextlib import contextmanager
 from hashlib import blake2b
 from itertools import islice
@@ -24,6 +27,7 @@ import torch
 
 from trainckpt.data import randomness
 from trainckpt.data.carried_state import children, is_tensor
+from trainckpt.data.loop_numbers import is_called
 from trainckpt.data.pass_history import fingerprint
 from trainckpt.data.randomness import as_bytes
 
@@ -67,7 +71,7 @@ def replaced(roots: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[No
 
 def content(dataset: Any) -> dict[str, bytes]:
     """Return path -> digest of the lists, arrays and tensors inside a dataset."""
-    return {path: _digest(value, 0) for path, value in _contents(dataset)}
+    return {path: _digest(value, 0) for path, value in _contents(dataset, with_objects=False)}
 
 
 def marks(dataset: Any) -> dict[str, Any]:
@@ -140,10 +144,11 @@ def _holds(sample: Any) -> bool:
     return is_tensor(sample) or (type(sample) in (list, tuple) and any(map(is_tensor, sample)))
 
 
-def _contents(dataset: Any) -> Iterator[tuple[str, Any]]:
+def _contents(dataset: Any, *, with_objects: bool = True) -> Iterator[tuple[str, Any]]:
     number = 0
     for path, _, _, value in _attributes({"dataset": dataset}):
-        if type(value) in (list, tuple) or is_tensor(value):
+        is_content = type(value) in (list, tuple) or is_tensor(value)
+        if is_content or (with_objects and is_called(value)):
             yield path, value
             number += 1
             if number == _DIGESTS:
@@ -154,6 +159,8 @@ def _mark(value: Any) -> Any:
     if type(value) in (list, tuple):
         few = value if len(value) <= _FEW else ()
         return id(value), [_mark(item) for item in few if is_tensor(item)]
+    if is_called(value):
+        return id(value)
     if isinstance(value, torch.Tensor):
         return id(value), None if value.is_inference() else value._version
     return id(value), None if type(value).__name__ == "memmap" else fingerprint(value)
@@ -167,7 +174,21 @@ def _whole(value: Any) -> bytes:
     if is_dense and not value.is_quantized and value.nbytes <= _WHOLE_BYTES:
         shape = f"{value.dtype} {tuple(value.shape)}".encode()
         return blake2b(shape + as_bytes(value.detach()), digest_size=8).digest()
-    return _digest(value, 0)
+    return _of_object(value, 0) if is_called(value) else _digest(value, 0)
+
+
+def _of_object(value: Any, depth: int) -> bytes:
+    """Return a digest of the name of a function, or of an object's class and its plain values."""
+    kind = value if isinstance(value, types.FunctionType) else type(value)
+    parts = [f"{kind.__module__}.{kind.__qualname__}".encode()]
+    for key, part in sorted((randomness.names_of(value) or {}).items()):
+        if type(part) in _NUMBERS:
+            parts.append(_digest([key, part], 0))
+        elif depth < _DEPTH and is_called(part):
+            parts.append(_of_object(part, depth + 1))
+        elif depth < _DEPTH and type(part) in (list, tuple) and len(part) <= _FEW:
+            parts += [_of_object(item, depth + 1) for item in part if is_called(item)]
+    return blake2b(b"\0".join(parts), digest_size=8).digest()
 
 
 def _attributes(roots: Mapping[str, Any]) -> Iterator[tuple[str, dict[Any, Any], Any, Any]]:

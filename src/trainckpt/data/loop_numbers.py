@@ -104,6 +104,11 @@ def is_object(value: Any) -> bool:
     return not (isinstance(value, nn.Module) and any(True for _ in value.parameters()))
 
 
+def is_called(value: Any) -> bool:
+    """Return True for a function of Python, and for what `is_object` names."""
+    return isinstance(value, types.FunctionType) or is_object(value)
+
+
 def _namespaces(roots: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield path and attributes of each object, nearest first: datasets, transforms, collators."""
     queue = list(roots.items())

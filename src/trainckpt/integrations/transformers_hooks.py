@@ -2,7 +2,8 @@
 
     _run_epoch               skips trained epochs; the interrupted one begins at its micro-batch
     get_batch_samples        returns a window with a boundary before each micro-batch
-    on_epoch_begin           not called again for an epoch known to the callbacks
+    on_epoch_begin           not called for epochs before the resumed one, and once more for that
+                             one. The state of callbacks is restored after it
     _load_rng_state          does nothing: trainckpt restores the generators at the first batch
     _finalize_training       makes the run's final snapshot first
     _evaluate                for `eval_on_start`: an exception ends the attempt, as in an epoch
@@ -140,6 +141,11 @@ class TrainedLoader:
     def __iter__(self) -> Iterator[Any]:
         return iter(self._reader.shard)
 
+    @property
+    def dataset(self) -> Any:
+        """The Trainer's dataset."""
+        return self._reader.shard.base_dataloader.dataset
+
     def __trainckpt_source__(self, name: str, report: Report) -> PrefetchingSource:
         return PrefetchingSource(self._reader, self._reader.shard.base_dataloader, name, report)
 
@@ -261,13 +267,19 @@ class TrainerHooks:
     # ---- in place of the Trainer's own
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any) -> Any:
-        """Pass on an epoch's begin, once in the run."""
+        """Pass on an epoch's begin; of the resumed one again, with the epoch of its beginning."""
         self._told += 1
-        if self._part.finished or self._told <= self._part.begun:
+        if self._part.finished or self._told < self._part.begun:
             return control
+        saved_epoch, is_again = state.epoch, self._told == self._part.begun
         self._part.begun = self._told
+        if is_again:
+            state.epoch = float(self._told) if self._told else 0  # as the Trainer has it there
         with self._abandoning():
-            return self._tell(args, state, control)
+            control = self._tell(args, state, control)
+        if is_again:
+            state.epoch = saved_epoch
+        return control
 
     def run_epoch(self, **given: Any) -> None:
         """Run an epoch, or its rest, or nothing."""

@@ -193,7 +193,7 @@ def _saved_generators(saved: Saved) -> dict[str, bytes]:
     return {} if tree is None else saved.decode(tree)
 
 
-class Owner(NamedTuple):
+class WatchedObject(NamedTuple):
     """An object whose attributes are watched.
 
     Attributes:
@@ -277,20 +277,20 @@ class Watched:
             for path, parameter in module.named_parameters()
             if _hooks(parameter)
         ]
-        self._objects: dict[str, Owner] = {}
-        self._callbacks: list[Owner] = []
+        self._objects: dict[str, WatchedObject] = {}
+        self._callbacks: list[WatchedObject] = []
         self._first: dict[str, Any] = {}  # of callbacks, at the first boundary
         self._always: set[str] = set()
         self._begun = self._values()
 
-    def _owner(self, name: str, value: object, *, numbers_only: bool) -> Owner:
+    def _owner(self, name: str, value: object, *, numbers_only: bool) -> WatchedObject:
         skipped = {key for at, key in self._tracked if at == id(value)}
         frameworks = [kind for kind in _bases(value) if _is_framework(kind)]
         assigned = _OF_EVERY_MODULE.union(*map(_assigned, frameworks))
         skipped |= assigned.difference(_OPTIONS) if isinstance(value, nn.Module) else assigned
         is_part = isinstance(value, (nn.Module, torch.optim.Optimizer))
         hides = is_part and any("__init__" in vars(kind) for kind in frameworks)
-        return Owner(name, value, numbers_only, frozenset(skipped), hides)
+        return WatchedObject(name, value, numbers_only, frozenset(skipped), hides)
 
     def owners(self) -> list[tuple[str, object, frozenset[str]]]:
         """Return name, module or optimizer, and the attributes that are not the script's."""
@@ -313,7 +313,7 @@ class Watched:
             self._callbacks.append(owner)
             self._begun |= owner.values()
 
-    def callbacks(self) -> list[Owner]:
+    def callbacks(self) -> list[WatchedObject]:
         """Return the watched trainers and callbacks."""
         return self._callbacks
 

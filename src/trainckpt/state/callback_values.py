@@ -35,7 +35,7 @@ _CLOCK_S = (1e9, 1e10)  # seconds since 1970: a float between them is the time
 class CallbackValues:
     """The plain attributes of the watched callbacks and trainers of one rank."""
 
-    def __init__(self, owners: Callable[[], list[attributes.Owner]]) -> None:
+    def __init__(self, owners: Callable[[], list[attributes.WatchedObject]]) -> None:
         """`owners`: returns the watched callbacks and trainers."""
         self._owners = owners
         self._begun: dict[str, dict[str, object]] = {}  # owner -> attribute -> mark
