@@ -180,6 +180,14 @@ def test_a_resume_trains_the_same_or_says_that_it_does_not(tmp_path, program, st
         assert any(cause in line for line in named), difference(whole, parts)
 
 
+def test_variables_that_are_only_printed_are_not_spoken_of(tmp_path):
+    whole = straight(tmp_path, "matrix_printed_each_epoch")
+    parts = stopped(tmp_path, "matrix_printed_each_epoch", [3])
+    assert parts.lines == whole.lines
+    assert "this resume is bitwise" in parts.texts[-1]
+    assert parts.hints() == []
+
+
 def test_a_chain_of_datapipes_that_is_exact_is_not_doubted(tmp_path):
     assert straight(tmp_path, "shuffled_datapipe").doubts() == []
 

@@ -97,6 +97,7 @@ class Script:
 
         boundaries.__module__ = "trainckpt"  # as `Checkpointer.batches`
         given = {"batches": boundaries, "track": registry.add, "attempt": self._attempts}
+        given["use"] = lambda *values: None
         runpy.run_path(str(self._path), given, run_name="__main__")
         return self.differing
 
@@ -104,6 +105,11 @@ class Script:
 @pytest.fixture(params=[LOOP, IN_A_FUNCTION], ids=["module", "function"])
 def script(request, tmp_path):
     return Script(tmp_path, request.param)
+
+
+def with_a_use(body, names):
+    """A body of the loop that does not only print these variables."""
+    return f"{body}\nuse({', '.join(name.partition('.')[0] for name in names.split())})"
 
 
 TENSORS = {
@@ -169,14 +175,14 @@ TENSORS = {
     "a cycle of tasks": ("h = itertools.cycle('abcde')", "print(next(h))", "h"),
     "an iterator over a list": ("h = iter([3] * 99)", "print(next(h))", "h"),
     "a count": ("h = itertools.count()", "print(next(h))", "h"),
-    "of another attempt": ("torch.manual_seed(attempt)\nh = torch.rand(4)", "print(h)", "h"),
+    "of another attempt": ("torch.manual_seed(attempt)\nh = torch.rand(4)", "use(h)", "h"),
 }
 
 
 @pytest.mark.parametrize("case", TENSORS)
 def test_those_with_tensors_are_named(script, case):
     before, body, names = TENSORS[case]
-    before = f"torch.manual_seed(0)\n{before}"
+    before, body = f"torch.manual_seed(0)\n{before}", with_a_use(body, names)
     assert script.attempt(before, body) == ([], [])
     assert script.attempt(before, body) == (names.split(), [])
 
@@ -207,34 +213,38 @@ NUMBERS = {
 @pytest.mark.parametrize("case", NUMBERS)
 def test_numbers_and_texts_are_told_apart_from_tensors(script, case):
     before, body, names = NUMBERS[case]
+    body = with_a_use(body, names)
     assert script.attempt(before, body) == ([], [])
     assert script.attempt(before, body) == ([], names.split())
 
 
 ALIKE = {
-    "a look at a batch": ("x, y = torch.zeros(3), 1", "x, y = torch.ones(3), batch\nprint(x)"),
+    "a look at a batch": ("x, y = torch.zeros(3), 1", "x, y = torch.ones(3), batch\nuse(x)"),
     "a variable of a loop": ("for i in range(3):\n    pass", "for i in range(batch):\n    pass"),
-    "made in the loop": ("", "loss = torch.ones(2) * batch\nprint(loss)"),
-    "the wall clock": ("t = time.time()", "print(t)\nt = time.time()"),
-    "another clock": ("t = time.perf_counter()", "print(t)\nt = time.monotonic()"),
-    "a clock in nanoseconds": ("t = time.time_ns()", "print(t)\nt = time.perf_counter_ns()"),
+    "made in the loop": ("", "loss = torch.ones(2) * batch\nuse(loss)"),
+    "a sum that is printed": ("h, n = torch.zeros(3), 0", "h += 1\nn += 1\nprint(h / n)"),
+    "a matrix that is printed": ("h = numpy.zeros((3, 3))", "h[batch, 0] += 1\nprint(h.sum())"),
+    "a list of samples": ("h = []", "h.append(torch.ones(2))\nprint(len(h))"),
+    "the wall clock": ("t = time.time()", "use(t)\nt = time.time()"),
+    "another clock": ("t = time.perf_counter()", "use(t)\nt = time.monotonic()"),
+    "a clock in nanoseconds": ("t = time.time_ns()", "use(t)\nt = time.perf_counter_ns()"),
     "a timer": ("k = Keeper(t=time.time(), n=1)", "k.t = time.time()"),
-    "the name of a run": ("name = f'run {attempt}'", "print(name)"),
-    "a path": ("path = '/'", "path = path + f'/{attempt}'"),
-    "settings": ("k = Keeper(rate=0.1, name=f'run {attempt}')", "print(k.rate)"),
+    "the name of a run": ("name = f'run {attempt}'", "use(name)"),
+    "a path": ("path = '/'", "path = path + f'/{attempt}'\nuse(path)"),
+    "settings": ("k = Keeper(rate=0.1, name=f'run {attempt}')", "use(k.rate)"),
     "a tracked model": (
         (
             "m = nn.Sequential(nn.Linear(2, 2))\ntrack('m', m)\nlayer, w = m[0], m[0].weight\n"
             "p = list(m.parameters())\nwrapped = nn.Sequential(m)\nk = Keeper(m=m, w=w)"
         ),
-        "w.data += 1\nprint(m, layer, p, wrapped, k)",
+        "w.data += 1\nuse(m, layer, p, wrapped, k)",
     ),
     "a tracked optimizer": (
         (
             "p = [torch.ones(2, requires_grad=True)]\no = torch.optim.Adam(p)\ntrack('o', o)\n"
             "k = Keeper(o=o)"
         ),
-        "p[0].grad = torch.ones(2)\no.step()\nprint(k)",
+        "p[0].grad = torch.ones(2)\no.step()\nuse(k)",
     ),
     "a Checkpointer of one's own": (
         "class Own(trainckpt.Checkpointer):\n    def __init__(self): self.n = 0\nk = Own()",
@@ -264,8 +274,8 @@ ALIKE = {
         "bar = type('Bar', (), {'__module__': 'bars'})()\nbar.n = 0",
         "bar.n += 1",
     ),
-    "an object that holds itself": ("k = Keeper(n=1)\nk.me = k", "print(k)"),
-    "functions and classes": ("f, k = len, Keeper", "print(f, k)"),
+    "an object that holds itself": ("k = Keeper(n=1)\nk.me = k", "use(k)"),
+    "functions and classes": ("f, k = len, Keeper", "use(f, k)"),
 }
 
 
@@ -282,14 +292,14 @@ def test_a_loop_that_carries_nothing_stores_nothing(script, case):
 
 
 def test_what_the_script_sets_itself_is_not_named(script):
-    script.attempt("h, n = torch.zeros(2), 0", "h, n = h + 1, n + 1")
-    assert script.attempt("h, n = torch.full((2,), 3.0), 3", "print(h, n)") == ([], [])
+    script.attempt("h, n = torch.zeros(2), 0", "h, n = h + 1, n + 1\nuse(h, n)")
+    assert script.attempt("h, n = torch.full((2,), 3.0), 3", "use(h, n)") == ([], [])
 
 
 def test_what_an_attempt_leaves_as_it_was_is_compared_again(script):
-    script.attempt("n = 0", "n += 1")
-    script.attempt("n = 3", "print(n)")
-    assert script.attempt("n = 0", "print(n)") == ([], ["n"])
+    script.attempt("n = 0", "n += 1\nuse(n)")
+    script.attempt("n = 3", "use(n)")
+    assert script.attempt("n = 0", "use(n)") == ([], ["n"])
 
 
 def test_a_global_that_a_function_changes_is_named(tmp_path):
@@ -307,11 +317,12 @@ def test_a_variable_that_a_closure_changes_is_named(tmp_path):
 
 
 def test_the_variables_of_another_rank_are_not_compared(script):
-    script.attempt("h = torch.zeros(2)", "h = h + 1")
-    assert script.attempt("h = torch.zeros(2)", "h = h + 1", is_own=False) == ([], [])
+    body = "h = h + 1\nuse(h)"
+    script.attempt("h = torch.zeros(2)", body)
+    assert script.attempt("h = torch.zeros(2)", body, is_own=False) == ([], [])
 
 
 def test_at_most_so_many_variables_are_looked_at(script):
     before = "\n".join(f"h{n} = torch.zeros(2)" for n in range(99))
-    script.attempt(before, "\n".join(f"h{n} = h{n} + 1" for n in range(99)))
+    script.attempt(before, "\n".join(f"h{n} = h{n} + 1\nuse(h{n})" for n in range(99)))
     assert len(script.stored[PART]["tensors"]) == 64

@@ -2,7 +2,8 @@
 
 A training loop may carry a value from batch to batch in a variable, as in `out, hidden =
 model(x, hidden)`. No snapshot holds it. At the first boundary of an attempt the variables that the
-code may read again are noted (`live_names`). A save stores a sketch of each of them that has
+code may read again are noted (`live_names`), but for those that only reach the output
+(`output_names`). A save stores a sketch of each of them that has
 tensors, and of each other one that has changed since. After a resume, at the boundary of the
 snapshot, those with another sketch are named.
 
@@ -22,6 +23,7 @@ from torch import nn
 from trainckpt.data import randomness
 from trainckpt.state import script_randomness
 from trainckpt.state.live_names import live_names
+from trainckpt.state.output_names import output_names
 from trainckpt.state.sketches import Sketch, Sketcher
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ class ScriptVariables:
         """Note the variables at the first boundary."""
         sketcher = Sketcher(self._registry)
         for scope, frame in script_randomness.frames():
-            for name in sorted(live_names(frame)):
+            for name in sorted(live_names(frame) - output_names(frame)):
                 if name in frame.f_locals and len(self._begun) < _MOST:
                     sketches = sketcher.of(frame.f_locals[name])
                     if sketches is not None:
