@@ -9,7 +9,7 @@ from textwrap import indent
 
 import pytest
 
-from trainckpt.state.output_names import output_names
+from trainckpt.state.output_names import what_names_reach
 
 BEFORE = """
 import collections, copy, io, logging, sys
@@ -35,6 +35,10 @@ TAIL = "\nfor batch in batches():\n"
 
 def only_printed(folder, body, *, head=""):
     """Those of x, y, z and k that reach only the output, as the loop takes its first batch."""
+    return reached(folder, body, head=head, kind="output")
+
+
+def reached(folder, body, *, head="", kind):
     found = []
     script = VARIABLES + head + TAIL + indent(body, "    ") + "\n"
     function = "def main():\n" + indent(script, "    ") + "\nmain()\n"
@@ -42,7 +46,7 @@ def only_printed(folder, body, *, head=""):
         seen = []
 
         def batches(seen=seen):
-            seen.append(output_names(sys._getframe(1)) & set("xyzk"))
+            seen.append(getattr(what_names_reach(sys._getframe(1)), kind) & set("xyzk"))
             return ()
 
         path = folder / f"{form}.py"
@@ -141,7 +145,7 @@ def test_a_returned_variable_is_not_found(tmp_path):
         "def f(x):\n    y, z, k = 0, 0, 0\n    seen(x, y)\n    print(x, z)\n    return k"
     )
     seen = []
-    see = {"seen": lambda *_: seen.append(output_names(sys._getframe(1)))}
+    see = {"seen": lambda *_: seen.append(what_names_reach(sys._getframe(1)).output)}
     runpy.run_path(str(path), see)["f"](1)
     assert seen == [{"z"}], "neither a parameter"
 
@@ -149,7 +153,7 @@ def test_a_returned_variable_is_not_found(tmp_path):
 @pytest.mark.parametrize("name", ["<string>", "missing.py"])
 def test_code_without_a_source_has_none(name):
     found = []
-    see = {"seen": lambda: found.append(output_names(sys._getframe(1)))}
+    see = {"seen": lambda: found.append(what_names_reach(sys._getframe(1)).output)}
     exec(compile("x = 0\nseen()\nprint(x)", name, "exec"), see)
     assert found == [set()]
 
@@ -157,9 +161,27 @@ def test_code_without_a_source_has_none(name):
 def test_a_cell_of_a_notebook_has_none_since_others_share_its_variables():
     text, found = "x = 0\nseen()\nprint(x)\n", []
     linecache.cache["<cell 1>"] = (len(text), None, text.splitlines(keepends=True), "<cell 1>")
-    see = {"seen": lambda: found.append(output_names(sys._getframe(1)))}
+    see = {"seen": lambda: found.append(what_names_reach(sys._getframe(1)).output)}
     try:
         exec(compile(text, "<cell 1>", "exec"), see)
     finally:
         del linecache.cache["<cell 1>"]
     assert found == [set()]
+
+
+TRAINING = {
+    "a number in the loss": ("loss = x.sum() * k\nloss.backward()", "xk"),
+    "by way of other names": ("y = z - k\nx = model(y)\nx.sum().backward()", "xyzk"),
+    "backward of a tool": ("y = x * k\nmeter.backward(y)", "xyk"),
+    "a sum of losses": ("y += x.sum().item()\nx.sum().backward()", "x"),
+    "a count of steps": ("k += 1\nif k % 6 == 0:\n    use()", "k"),
+    "a count of prints": ("k += 1\nif k % 6 == 0:\n    print(x)\n    y = 0", ""),
+    "a count of logged lines": ("k += 1\nif k % 6 == 0:\n    logger.info(x)", ""),
+    "a best score": ("if k > 3:\n    use()", ""),
+}
+
+
+@pytest.mark.parametrize("case", TRAINING)
+def test_a_number_reaches_training_by_a_loss_or_as_a_count_of_steps(tmp_path, case):
+    body, names = TRAINING[case]
+    assert set(reached(tmp_path, body, kind="training")) == set(names)

@@ -175,6 +175,12 @@ TENSORS = {
     "a cycle of tasks": ("h = itertools.cycle('abcde')", "print(next(h))", "h"),
     "an iterator over a list": ("h = iter([3] * 99)", "print(next(h))", "h"),
     "a count": ("h = itertools.count()", "print(next(h))", "h"),
+    "a number in the loss": (
+        "h = 0.5\nw = torch.ones((), requires_grad=True)",
+        "h += 0.1\nloss = w * h\nloss.backward()\nw.grad = None",
+        "h",
+    ),
+    "a count of steps": ("h = 0", "h += 1\nif h % 6 == 0:\n    use(h)", "h"),
     "of another attempt": ("torch.manual_seed(attempt)\nh = torch.rand(4)", "use(h)", "h"),
 }
 

@@ -167,9 +167,9 @@ def seen_since(otherwise: ResumeDrift) -> list[Restored]:
         why = (
             "variables of the script are not restored, and these are not as when it was saved: "
             f"{_some(otherwise.variables)}. Pass a module, optimizer or scheduler to the "
-            "Checkpointer by name; keep a tensor on an object, and track it with "
-            "trainckpt.Attributes; let a generator of data loop over ckpt.loader(...), or begin it "
-            "at ckpt.cursor"
+            "Checkpointer by name; keep a tensor or number on an object, and track it with "
+            "trainckpt.Attributes; count steps by ckpt.cursor.step; let a generator of data loop "
+            "over ckpt.loader(...), or begin it at ckpt.cursor"
         )
         found += _not_kept("variables", [why])
     if otherwise.generators:

@@ -1,9 +1,11 @@
-"""Find the variables whose values reach nothing but the output, by the source's syntax tree.
+"""Tell variables that only reach the output from those that reach a loss, by the syntax tree.
 
 Many loops keep a sum, a count or a confusion matrix that is only printed or logged. Such a variable
-decides no training, so a resume need not warn of it.
+decides no training, so a resume need not warn of it. A number reaches a loss if it is passed on, by
+assignments, to a name of which `backward` is called. A count of steps decides what is done at each
+n-th one (`if step % n == 0: evaluate()`).
 
-A name is in the set if each use of it is one of these:
+A name only reaches the output if each use of it is one of these:
 
 printed         in `print(...)`, or in a call of a logging method (`_LOGGING`) as a statement
 changed         it is the target of `+=`, of `name[i] = ...`, or, as a statement, of a method that
@@ -27,7 +29,7 @@ import linecache
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
@@ -78,13 +80,28 @@ _UNKNOWN: _Names = frozenset((None,))
 _NONE: _Names = frozenset()
 
 
-def output_names(frame: types.FrameType) -> set[str]:
-    """Return the frame's own variables that only reach the output; none without its source."""
+class Reached(NamedTuple):
+    """What the frame's own variables reach.
+
+    Attributes:
+        output: Those that only reach the output.
+        training: Those that reach a loss, or decide what is done at each n-th step.
+    """
+
+    output: set[str]
+    training: set[str]
+
+
+def what_names_reach(frame: types.FrameType) -> Reached:
+    """Return what the frame's own variables reach; empty sets without its source."""
     try:
         scope = _scope(frame)
-        return set() if scope is None else _Uses(frame, scope).names()
+        if scope is not None:
+            uses = _Uses(frame, scope)
+            return Reached(uses.names(), uses.reaching_training())
     except (SyntaxError, ValueError, RecursionError, OSError):
-        return set()
+        pass
+    return Reached(set(), set())
 
 
 def _scope(frame: types.FrameType) -> ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | None:
@@ -134,6 +151,7 @@ class _Uses:
         self._changed, self._parts_changed = set[str](), set[str]()
         self._bound, self._excluded = set[str](), set[str]()
         self._files = set[str]()  # names of files that a `with` opens
+        self._decides = set[str]()  # names of losses, and of counts of steps
         calls = [node for node in ast.walk(scope) if isinstance(node, ast.Call)]
         self._is_dynamic = any(self._reads_any_name(call) for call in calls)
         if not isinstance(scope, ast.Module):
@@ -152,6 +170,19 @@ class _Uses:
             if kept == found:
                 return found
             found = kept
+
+    def reaching_training(self) -> set[str]:
+        """Return the names that are passed on to a loss, or that count steps."""
+        found, to_do = set[str](), list(self._decides)
+        before = defaultdict[str, set[str]](set)
+        for name, sinks in self._flows.items():
+            for sink in sinks:
+                before[sink or ""].add(name)
+        while to_do:
+            if (name := to_do.pop()) not in found:
+                found.add(name)
+                to_do += before[name]
+        return found
 
     def _stays(self, name: str, found: set[str]) -> bool:
         needs = set(self._flows[name])
@@ -205,6 +236,9 @@ class _Uses:
     def _compound_statement(self, node: ast.stmt | ast.ExceptHandler) -> None:
         if isinstance(node, (ast.If, ast.While)):
             self._use(node.test)
+            counts = [each for each in ast.walk(node.test) if _is_remainder(each)]
+            if counts and not all(map(self._only_prints, [*node.body, *node.orelse])):
+                self._decides.update(name for each in counts for name in _names_in(each))
             self._statements([*node.body, *node.orelse])
         elif isinstance(node, (ast.For, ast.AsyncFor)):
             self._use(node.iter)
@@ -223,6 +257,15 @@ class _Uses:
             self._statements(node.body)
         else:
             self._other_statement(node)
+
+    def _only_prints(self, node: ast.stmt) -> bool:
+        """Return True for `print(...)`, a call of a logging method, and for `name = constant`."""
+        if isinstance(node, ast.Assign):
+            return isinstance(node.value, ast.Constant)
+        call = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+            return call.func.attr in _LOGGING
+        return isinstance(call, ast.Call) and self._builtin(call.func) == "print"
 
     def _statements(self, nodes: Iterable[ast.stmt | ast.ExceptHandler]) -> None:
         for node in nodes:
@@ -344,6 +387,8 @@ class _Uses:
                 self._flow([node.target], sinks)
                 self._bind(node.target, node.value, *self._sources(node.value))
             elif isinstance(node, ast.Call):
+                if isinstance(node.func, ast.Attribute) and node.func.attr == "backward":
+                    self._decides.update(_names_in(node))
                 is_pure = self._is_pure(node)
                 parts = [node.func, *node.args, *node.keywords]
                 self._flow(parts, sinks if is_pure else sinks | _UNKNOWN)
@@ -457,6 +502,10 @@ def _is_own(value: object) -> bool:
     if isinstance(value, types.ModuleType):
         return randomness.is_own_module(value.__name__)
     return randomness.is_own_module(type(value).__module__) or isinstance(value, nn.Module)
+
+
+def _is_remainder(node: ast.AST) -> bool:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)
 
 
 def _root(node: ast.expr) -> ast.expr:

@@ -3,13 +3,14 @@
 A training loop may carry a value from batch to batch in a variable, as in `out, hidden =
 model(x, hidden)`. No snapshot holds it. At the first boundary of an attempt the variables that the
 code may read again are noted (`live_names`), but for those that only reach the output
-(`output_names`). A save stores a sketch of each of them that has
-tensors, and of each other one that has changed since. After a resume, at the boundary of the
-snapshot, those with another sketch are named.
+(`output_names`). A save stores a sketch of each of them that has tensors, and of each other one
+that has changed since. After a resume, at the boundary of the snapshot, those with another sketch
+are named.
 
-Tensors, modules, optimizers and schedulers make a resume inexact. Numbers and texts are worth a
-hint alone, since many are only printed. A generator of the script, such as its own stream of data,
-makes it inexact if it stands again where it stood at the first boundary.
+Tensors, modules, optimizers and schedulers make a resume inexact, and numbers that reach a loss or
+count steps. Other numbers and texts are worth a hint alone, such as a best score. A generator of
+the script, such as its own stream of data, makes it inexact if it stands again where it stood at
+the first boundary.
 
 Modules in attributes of a trainer or callback, such as a teacher, count as variables.
 """
@@ -23,7 +24,7 @@ from torch import nn
 from trainckpt.data import randomness
 from trainckpt.state import script_randomness
 from trainckpt.state.live_names import live_names
-from trainckpt.state.output_names import output_names
+from trainckpt.state.output_names import what_names_reach
 from trainckpt.state.sketches import Sketch, Sketcher
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ class Differing(NamedTuple):
     """Names of variables, and of attributes of objects in variables.
 
     Attributes:
-        tensors: Those with tensors, modules, optimizers and schedulers, and generators.
+        tensors: Those with tensors, modules, optimizers and schedulers, generators, and numbers
+            that reach a loss or count steps.
         numbers: All others.
     """
 
@@ -54,13 +56,16 @@ class ScriptVariables:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._begun: dict[str, dict[str, Sketch]] = {}
+        self._training: set[str] = set()  # that reach a loss, or count steps
         self._always: set[str] = set()  # in the snapshot that the attempt began from
 
     def begin(self) -> None:
         """Note the variables at the first boundary."""
         sketcher = Sketcher(self._registry)
         for scope, frame in script_randomness.frames():
-            for name in sorted(live_names(frame) - output_names(frame)):
+            reached = what_names_reach(frame)
+            self._training.update(f"{scope}.{name}" for name in reached.training)
+            for name in sorted(live_names(frame) - reached.output):
                 if name in frame.f_locals and len(self._begun) < _MOST:
                     sketches = sketcher.of(frame.f_locals[name])
                     if sketches is not None:
@@ -88,7 +93,9 @@ class ScriptVariables:
                 elif sketch.has_state:
                     tensors.setdefault(variable, {})[attribute] = sketch.digest
                 elif variable in self._always or sketch != begun.get(attribute):
-                    numbers.setdefault(variable, {})[attribute] = sketch.digest
+                    reaches = not attribute and variable in self._training
+                    kind = tensors if reaches else numbers
+                    kind.setdefault(variable, {})[attribute] = sketch.digest
         if tensors or numbers:
             out.values[PART] = {"tensors": tensors, "numbers": numbers}
         if positions:
