@@ -21,13 +21,13 @@ class Crash(Exception):
 
 class Walk:
     def __init__(self):
-        self.state = np.zeros(2)
         self.drawn = np.random.default_rng(0)
 
     def reset(self):
-        self.state = np.zeros(2)
+        self.state, self.time = np.zeros(2), 0
 
     def step(self):
+        self.time += 1
         self.state = self.state + self.drawn.normal(size=2)
         return torch.tensor(self.state, dtype=torch.float32)
 
@@ -35,6 +35,7 @@ class Walk:
 place, stop, losses = ARGUMENTS
 torch.manual_seed(0)
 model, walk = torch.nn.Linear(2, 1), Walk()
+BEGIN
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
 with Checkpointer(place, model=model, optimizer=optimizer, every="1 steps") as ckpt:
     for episode in range(ckpt.cursor.micro_batches, 8):
@@ -54,7 +55,8 @@ with Checkpointer(place, model=model, optimizer=optimizer, every="1 steps") as c
 def test_an_attribute_is_named_only_if_it_is_read_before_it_is_set(tmp_path, caplog, is_reset):
     caplog.set_level(logging.INFO, "trainckpt")
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.replace("HEAD", "walk.reset()" if is_reset else "pass"))
+    text = SCRIPT.replace("HEAD", "walk.reset()" if is_reset else "pass")
+    script.write_text(text.replace("BEGIN", "" if is_reset else "walk.reset()"))
 
     def run(place, stop=None):
         losses = []
@@ -68,4 +70,5 @@ def test_an_attribute_is_named_only_if_it_is_read_before_it_is_set(tmp_path, cap
     rest = run("run")
     assert (rest == straight[-len(rest) :]) == is_reset
     assert ("walk.state" in caplog.text) != is_reset
+    assert ("walk.time" in caplog.text) != is_reset
     assert ("this resume is bitwise" in caplog.text) == is_reset

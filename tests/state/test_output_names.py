@@ -24,6 +24,8 @@ class Meter:
     def step(self, value): pass
     def mean(self, value): return value
 
+def train(value): (model(torch.ones(3)) * value).sum().backward()
+
 meter, model, flag = Meter(), torch.nn.Linear(3, 3), False
 
 def use(*values): return torch.zeros(3)
@@ -173,6 +175,7 @@ TRAINING = {
     "a number in the loss": ("loss = x.sum() * k\nloss.backward()", "xk"),
     "by way of other names": ("y = z - k\nx = model(y)\nx.sum().backward()", "xyzk"),
     "backward of a tool": ("y = x * k\nmeter.backward(y)", "xyk"),
+    "an argument of a function that trains": ("train(k)", "k"),
     "a sum of losses": ("y += x.sum().item()\nx.sum().backward()", "x"),
     "a count of steps": ("k += 1\nif k % 6 == 0:\n    use()", "k"),
     "a count of prints": ("k += 1\nif k % 6 == 0:\n    print(x)\n    y = 0", ""),

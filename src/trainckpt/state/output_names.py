@@ -2,8 +2,8 @@
 
 Many loops keep a sum, a count or a confusion matrix that is only printed or logged. Such a variable
 decides no training, so a resume need not warn of it. A number reaches a loss if it is passed on, by
-assignments, to a name of which `backward` is called. A count of steps decides what is done at each
-n-th one (`if step % n == 0: evaluate()`).
+assignments, to a name of which `backward` is called, or to a function that calls it. A count of
+steps decides what is done at each n-th one (`if step % n == 0: evaluate()`).
 
 A name only reaches the output if each use of it is one of these:
 
@@ -81,7 +81,7 @@ _NONE: _Names = frozenset()
 
 
 class Reached(NamedTuple):
-    """What the frame's own variables reach.
+    """The variables of a frame by what they reach.
 
     Attributes:
         output: Those that only reach the output.
@@ -129,7 +129,7 @@ def _parse(source: str) -> ast.Module:
 
 
 class _Uses:
-    """What a scope does with each of its names.
+    """The uses of each name in a scope.
 
     Attributes:
         _flows: name -> names that its value is passed on to; None for any other use.
@@ -387,7 +387,7 @@ class _Uses:
                 self._flow([node.target], sinks)
                 self._bind(node.target, node.value, *self._sources(node.value))
             elif isinstance(node, ast.Call):
-                if isinstance(node.func, ast.Attribute) and node.func.attr == "backward":
+                if self._trains(node.func):
                     self._decides.update(_names_in(node))
                 is_pure = self._is_pure(node)
                 parts = [node.func, *node.args, *node.keywords]
@@ -424,6 +424,16 @@ class _Uses:
         if isinstance(root, ast.Name) and value is None and any(map(_has_name, arguments)):
             return False  # of an object that is not there yet, and may be of any class
         return call.func.attr in _PURE and not _is_own(value)
+
+    def _trains(self, function: ast.expr) -> bool:
+        """Return True for `backward`, and for a function or method of the script that calls it."""
+        if isinstance(function, ast.Attribute):
+            if function.attr == "backward":
+                return True
+            value = getattr(type(self._value(function.value)), function.attr, None)
+        else:
+            value = self._value(function)
+        return isinstance(value, types.FunctionType) and "backward" in value.__code__.co_names
 
     def _reads_any_name(self, call: ast.Call) -> bool:
         name = self._builtin(call.func)

@@ -124,7 +124,7 @@ class ScriptVariables:
             for name in names:
                 variable, _, key = name.partition(".")
                 holder = values.get(variable)
-                if key in (randomness.names_of(holder) or {}) and _is_own(holder):
+                if key and randomness.names_of(holder) is not None and _is_own(holder):
                     found[name] = holder, key
         return found
 
