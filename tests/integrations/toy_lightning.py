@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import signal
+import threading
 import time
 import warnings
 from contextlib import contextmanager
@@ -165,11 +166,12 @@ class StopAt(lightning.Callback):
     """
 
     def __init__(self, micro, in_validation=False):
-        self.micro, self.in_validation, self.sent = micro, in_validation, False
+        self.micro, self.in_validation = micro, in_validation
+        self.sent = threading.Event()  # no plain value, so a resume leaves it as it is
 
     def strike(self, trainer):
-        if not self.sent and trainer.fit_loop.epoch_loop.total_batch_idx >= self.micro:
-            self.sent = True
+        if not self.sent.is_set() and trainer.fit_loop.epoch_loop.total_batch_idx >= self.micro:
+            self.sent.set()
             ours = next(
                 c for c in trainer.callbacks if hasattr(c, "checkpointer") and c is not self
             )

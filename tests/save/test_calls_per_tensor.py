@@ -50,6 +50,8 @@ def attempt(run, layers):
             ckpt.boundary()
         handle.wait()
         saves.append(save.number)
+        optimizer.step()
+        ckpt.boundary()  # the check of the weights looks at 256 of them, one step after a save
     ckpt.close()
     return start.number, saves[0], saves[-1]
 

@@ -77,10 +77,15 @@ class RecordWriter:
             self._write(must=False, facts={**facts, key: table})
 
     def set_facts(self, facts: dict[str, Any]) -> None:
-        """Set some of the record's facts, and keep the others; as `change`."""
-        with self._lock:
+        """Set some of the record's facts, and keep the others; as `change`.
+
+        In a directory that vanished nothing is written: that would make the directory anew.
+        """
+        with self._lock, contextlib.suppress(TrainckptError):  # of `size`
             self._renumber()
-            self._write(must=False, facts={**self._record.facts, **facts})
+            key = attempt_history.record_key(self._record.attempt)
+            if self.is_remote or self._tier.size(key) is not None:
+                self._write(must=False, facts={**self._record.facts, **facts})
 
     def change_soon(self, **changes: Any) -> None:
         """Change as `change`, without a wait for a store. Training thread."""

@@ -23,7 +23,7 @@ import torch
 
 from trainckpt.attempt.log import logger
 from trainckpt.errors import TrainckptError
-from trainckpt.format.attempt_record import MAX_BYTES
+from trainckpt.format.attempt_record import ENDED, MAX_BYTES
 from trainckpt.format.digest import digest
 from trainckpt.format.exactness import How, Restored
 from trainckpt.snapshot import attempt_history
@@ -153,7 +153,7 @@ class _Writes:
         while True:
             with self._lock:
                 table, self._newest = self._newest, None
-                if table is None:
+                if table is None or self._record_writer.record.state == ENDED:
                     self._is_writing = False
                     return
             self._record_writer.set_facts({FACT: table})
