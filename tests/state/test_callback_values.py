@@ -128,3 +128,24 @@ def test_an_object_made_before_the_first_boundary_is_made_again():
     saved, values = saved_by(lambda callback: setattr(callback, "count", 3), count=0, file=object())
     assert values.names() == {"Callback.count"}
     assert restored(saved, count=0, file=object())["count"] == 3
+
+
+def test_a_container_in_a_dictionary_keeps_its_factory():
+    def begun():
+        return {"train": defaultdict(list), "other": defaultdict(set)}
+
+    saved, _ = saved_by(lambda callback: callback.value["train"]["a"].append(1), value=begun())
+    value = restored(saved, value=begun())["value"]
+    value["train"]["b"].append(2)
+    value["other"]["c"].add(3)
+    assert value["train"]["b"] == [2]
+
+
+def test_a_dictionary_that_only_holds_what_can_be_stored_is_restored_with_its_factories():
+    def begun():
+        return {"train": defaultdict(list)}
+
+    saved, _ = saved_by(lambda callback: callback.value["train"]["a"].append(1), value=begun())
+    value = restored(saved, value=begun())["value"]
+    value["train"]["b"].append(2)
+    assert value == {"train": {"a": [1], "b": [2]}}

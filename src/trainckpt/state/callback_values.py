@@ -27,6 +27,7 @@ PART = "callback values"  # no keyword can be spelled so
 _ATOMS = (bool, int, float, complex, str, bytes, type(None))
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS = (list, tuple, set, frozenset, deque, *_MAPPINGS)
+_STORED_FACTORIES = (None, list, dict, int, float)  # a snapshot can hold
 _MOST = 4096  # values in one attribute
 _BYTES = 1 << 20  # of its tensors and texts
 _CLOCK_S = (1e9, 1e10)  # seconds since 1970: a float between them is the time
@@ -128,34 +129,30 @@ def _is_time(value: Any) -> bool:
 
 
 def _without_factories(value: Any) -> Any:
-    """Return the value with a `dict` for each `defaultdict`, whose factory cannot be stored."""
-    if type(value) in (dict, defaultdict):
-        return {key: _without_factories(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_without_factories, value))
-    return value
+    """Return a `dict` for a `defaultdict` with a factory of the script's, which no file can hold.
+
+    So it is for those that such a factory has made.
+    """
+    if type(value) is not defaultdict or value.default_factory in _STORED_FACTORIES:
+        return value
+    return {key: _without_factories(item) for key, item in value.items()}
 
 
 def _filled(live: Any, value: Any) -> Any:
-    """Return the value; in the live container if that is of the same kind, which others may hold.
-
-    A nested one of a `defaultdict` is made by its factory.
-    """
-    is_same_kind = type(live) is type(value) or (type(live), type(value)) == (defaultdict, dict)
-    if not is_same_kind or isinstance(value, (tuple, frozenset)):
-        return value
-    if isinstance(value, _MAPPINGS):
+    """Return the value, in the live container if it is of that kind: others may hold it."""
+    if type(live) is defaultdict and type(value) is dict and live.default_factory is not None:
         live.clear()
-        for key, item in value.items():
-            factory = getattr(live, "default_factory", None)
-            live[key] = _filled(factory() if factory is not None else None, item)
+        for key, item in value.items():  # the factory makes the nested ones again
+            live[key] = _filled(live.default_factory(), item)
+        return live
+    if type(live) is not type(value) or isinstance(value, (tuple, frozenset)):
+        return value
+    if isinstance(value, (*_MAPPINGS, set)):
+        live.clear()
+        live.update(value)
         return live
     if isinstance(value, (list, deque)):
         live.clear()
         live.extend(value)
-        return live
-    if isinstance(value, set):
-        live.clear()
-        live.update(value)
         return live
     return value
