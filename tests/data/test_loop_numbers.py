@@ -39,22 +39,36 @@ class Stateful(Levels):
         self.level = state["level"]
 
 
-def trained(dataset, *, wrap=lambda dataset: dataset, passes=2, stop=None, saved=None, workers=0):
-    """Raise the level after each batch; return the batches, and the state before batch `stop`."""
-    loader = TrackedLoader(DataLoader(wrap(dataset), 2, num_workers=workers), name="loader")
+def trained_with(loader, set_numbers, *, stop=None, saved=None):
+    """Call `set_numbers` after each batch of two passes.
+
+    Returns:
+        The batches, and the loader's state after batch `stop`, or at the end.
+    """
+    loader = TrackedLoader(loader, name="loader")
     if saved is not None:
         loader.load_state(saved)
     got = []
-    for _ in range(loader.passes_started - loader.in_pass, passes):
+    for _ in range(loader.passes_started - loader.in_pass, 2):
         for batch in loader:
             got.append(batch.tolist())
-            dataset.level += 1
+            set_numbers()
             if len(got) == stop:
                 state = loader.state()
                 loader.shutdown()
                 return got, state
     loader.shutdown()
     return got, loader.state()
+
+
+def trained(dataset, *, wrap=lambda dataset: dataset, workers=0, **how):
+    """Raise the level after each batch."""
+
+    def raise_level():
+        dataset.level += 1
+
+    loader = DataLoader(wrap(dataset), 2, num_workers=workers)
+    return trained_with(loader, raise_level, **how)
 
 
 @pytest.mark.parametrize("wrap", [lambda d: d, lambda d: Subset(d, range(8))], ids=["", "subset"])
@@ -134,27 +148,18 @@ class Transformed(Dataset):
         return self.transforms[0](index)
 
 
-def scaled(in_collate, *, stop=None, saved=None, workers=0):
-    """Raise the factor after each batch; return the batches, and the state before batch `stop`."""
+def scaled(in_collate, *, workers=0, **how):
+    """Raise the factor of a collator, or of a transform, after each batch."""
     scale = Scale()
+
+    def raise_factor():
+        scale.factor += 1
+
     if in_collate:
         loader = DataLoader(range(8), 2, collate_fn=scale, num_workers=workers)
     else:
         loader = DataLoader(Transformed(scale), 2, num_workers=workers)
-    loader = TrackedLoader(loader, name="loader")
-    if saved is not None:
-        loader.load_state(saved)
-    got = []
-    for _ in range(loader.passes_started - loader.in_pass, 2):
-        for batch in loader:
-            got.append(batch.tolist())
-            scale.factor += 1
-            if len(got) == stop:
-                state = loader.state()
-                loader.shutdown()
-                return got, state
-    loader.shutdown()
-    return got, loader.state()
+    return trained_with(loader, raise_factor, **how)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

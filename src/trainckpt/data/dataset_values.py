@@ -27,7 +27,7 @@ import torch
 
 from trainckpt.data import randomness
 from trainckpt.data.carried_state import children, is_tensor
-from trainckpt.data.loop_numbers import is_called
+from trainckpt.data.loop_numbers import is_function_or_object
 from trainckpt.data.pass_history import fingerprint
 from trainckpt.data.randomness import as_bytes
 
@@ -148,7 +148,7 @@ def _contents(dataset: Any, *, with_objects: bool = True) -> Iterator[tuple[str,
     number = 0
     for path, _, _, value in _attributes({"dataset": dataset}):
         is_content = type(value) in (list, tuple) or is_tensor(value)
-        if is_content or (with_objects and is_called(value)):
+        if is_content or (with_objects and is_function_or_object(value)):
             yield path, value
             number += 1
             if number == _DIGESTS:
@@ -159,7 +159,7 @@ def _mark(value: Any) -> Any:
     if type(value) in (list, tuple):
         few = value if len(value) <= _FEW else ()
         return id(value), [_mark(item) for item in few if is_tensor(item)]
-    if is_called(value):
+    if is_function_or_object(value):
         return id(value)
     if isinstance(value, torch.Tensor):
         return id(value), None if value.is_inference() else value._version
@@ -174,7 +174,7 @@ def _whole(value: Any) -> bytes:
     if is_dense and not value.is_quantized and value.nbytes <= _WHOLE_BYTES:
         shape = f"{value.dtype} {tuple(value.shape)}".encode()
         return blake2b(shape + as_bytes(value.detach()), digest_size=8).digest()
-    return _of_object(value, 0) if is_called(value) else _digest(value, 0)
+    return _of_object(value, 0) if is_function_or_object(value) else _digest(value, 0)
 
 
 def _of_object(value: Any, depth: int) -> bytes:
@@ -184,10 +184,10 @@ def _of_object(value: Any, depth: int) -> bytes:
     for key, part in sorted((randomness.names_of(value) or {}).items()):
         if type(part) in _NUMBERS:
             parts.append(_digest([key, part], 0))
-        elif depth < _DEPTH and is_called(part):
+        elif depth < _DEPTH and is_function_or_object(part):
             parts.append(_of_object(part, depth + 1))
         elif depth < _DEPTH and type(part) in (list, tuple) and len(part) <= _FEW:
-            parts += [_of_object(item, depth + 1) for item in part if is_called(item)]
+            parts += [_of_object(item, depth + 1) for item in part if is_function_or_object(item)]
     return blake2b(b"\0".join(parts), digest_size=8).digest()
 
 

@@ -96,7 +96,7 @@ def _numbers(names: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def is_object(value: Any) -> bool:
+def is_callable_object(value: Any) -> bool:
     """Return True for an object with `__call__`, such as a transform or a collator, and with no
     parameters."""
     if isinstance(value, (types.FunctionType, type, *_METHODS)) or not callable(value):
@@ -104,9 +104,9 @@ def is_object(value: Any) -> bool:
     return not (isinstance(value, nn.Module) and any(True for _ in value.parameters()))
 
 
-def is_called(value: Any) -> bool:
-    """Return True for a function of Python, and for what `is_object` names."""
-    return isinstance(value, types.FunctionType) or is_object(value)
+def is_function_or_object(value: Any) -> bool:
+    """Return True for a function of Python, and for what `is_callable_object` names."""
+    return isinstance(value, types.FunctionType) or is_callable_object(value)
 
 
 def _namespaces(roots: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -122,5 +122,9 @@ def _namespaces(roots: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
             parts = enumerate(value) if type(value) in (list, tuple) else ()
             inner = [(f"{path}.{name}[{index}]", part) for index, part in parts]
             inner = [(f"{path}.{name}", value), *inner[:_OBJECTS]]
-            queue += [each for each in inner if isinstance(each[1], Dataset) or is_object(each[1])]
+            queue += [
+                each
+                for each in inner
+                if isinstance(each[1], Dataset) or is_callable_object(each[1])
+            ]
         del queue[_OBJECTS:]

@@ -55,7 +55,7 @@ from trainckpt.data.iterators import (
     make_iterator,
     self_test,
 )
-from trainckpt.data.loop_numbers import LoopNumbers, is_object
+from trainckpt.data.loop_numbers import LoopNumbers, is_callable_object
 from trainckpt.data.own_state import has_state, refuse_arguments
 from trainckpt.data.pass_history import fingerprint
 from trainckpt.data.randomness import main_rng, set_main_rng
@@ -824,7 +824,7 @@ class LoaderSource:
     def _data_objects(self) -> dict[str, Any]:
         """The dataset, and the collate_fn if it is an object: their numbers may be set."""
         found = {"dataset": self._loader.dataset, "collate_fn": self._loader.collate_fn}
-        return found if is_object(found["collate_fn"]) else {"dataset": found["dataset"]}
+        return found if is_callable_object(found["collate_fn"]) else {"dataset": found["dataset"]}
 
     @property
     def _generator_roots(self) -> dict[str, Any]:

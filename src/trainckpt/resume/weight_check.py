@@ -44,7 +44,7 @@ _KEPT = 16  # digests in a record: enough for the snapshots that are kept
 _FACTOR = 4  # between the distances from the save
 _STORE_PACE_S = 10.0  # between two writes to an object store: some runs save at every step
 _TENSORS, _ELEMENTS = 256, 64
-_NEVER = 1 << 62
+_NEVER, _DIGITS = 1 << 62, 18
 
 
 class WeightCheck:
@@ -126,7 +126,7 @@ class WeightCheck:
         elif not self._has_matched:
             self._has_matched = True
             logger.info(
-                "checked: the weights after step %d equal those of attempt %d, bit for bit",
+                "checked: the sampled weights after step %d equal those of attempt %d, bit for bit",
                 step,
                 self._recorded_by,
             )
@@ -173,7 +173,7 @@ def recorded_digests(tier: Tier, attempt: int, after_step: int) -> dict[int, str
     return {
         int(step): str(found)
         for step, found in steps
-        if step.isascii() and step.isdecimal() and int(step) > after_step
+        if len(step) < _DIGITS and step.isascii() and step.isdecimal() and int(step) > after_step
     }
 
 

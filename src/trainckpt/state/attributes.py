@@ -444,7 +444,12 @@ def _number(value: Any, *, of_module: bool) -> Any:
     """
     if type(value) is torch.Tensor and value.numel() == 1 and not of_module:
         return value.item() if value.device.type == "cpu" else ""
-    return "" if isinstance(value, float) and _CLOCK_S[0] < value < _CLOCK_S[1] else value
+    return "" if is_time(value) else value
+
+
+def is_time(value: Any) -> bool:
+    """Return True for a reading of the clock, in seconds since 1970."""
+    return isinstance(value, float) and _CLOCK_S[0] < value < _CLOCK_S[1]
 
 
 @cache

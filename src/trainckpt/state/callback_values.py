@@ -30,7 +30,6 @@ _CONTAINERS = (list, tuple, set, frozenset, deque, *_MAPPINGS)
 _STORED_FACTORIES = (None, list, dict, int, float)  # a snapshot can hold
 _MOST = 4096  # values in one attribute
 _BYTES = 1 << 20  # of its tensors and texts
-_CLOCK_S = (1e9, 1e10)  # seconds since 1970: a float between them is the time
 
 
 class CallbackValues:
@@ -81,7 +80,7 @@ class CallbackValues:
                     continue
                 if isinstance(mark, _Identity):
                     break
-                if not _is_time(value):
+                if not attributes.is_time(value):
                     changed[key] = _without_factories(value)
             else:
                 yield owner.name, changed
@@ -122,10 +121,6 @@ def _size(value: Any, depth: int) -> int | None:
         if size is None or (total := total + size) > _MOST:
             return None
     return total
-
-
-def _is_time(value: Any) -> bool:
-    return type(value) is float and _CLOCK_S[0] < value < _CLOCK_S[1]
 
 
 def _without_factories(value: Any) -> Any:
