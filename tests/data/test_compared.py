@@ -178,6 +178,42 @@ def test_a_sampler_that_begins_with_another_order_than_was_trained_is_named(work
         d.interrupted(make, 10)
 
 
+class DrawsEachList(Sampler):
+    """A batch sampler that draws a list of indices when it is asked for one."""
+
+    def __init__(self, draw) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return d.LENGTH // 4
+
+    def __iter__(self):
+        for _ in range(len(self)):
+            yield self.draw(range(d.LENGTH), 4)
+
+
+@pytest.mark.filterwarnings("ignore:train. . batches are loaded again, since reading a sample")
+def test_samples_that_draw_from_the_generator_of_a_lazy_sampler_are_loaded_again():
+    def draw(population, size):
+        return np.random.choice(population, size, replace=False).tolist()
+
+    def make() -> DataLoader:
+        return DataLoader(d.Augmented(), batch_sampler=DrawsEachList(draw))
+
+    want = d.straight(make)
+    for stop in range(1, len(want) + 3):
+        before, after = d.interrupted(make, stop)
+        assert before + after == want, f"stopped at boundary {stop}"
+
+
+def test_a_loop_that_draws_from_the_generator_of_a_lazy_sampler_is_warned_of():
+    def make() -> DataLoader:  # the loop of these tests draws from `random` for each batch
+        return DataLoader(d.Augmented(), batch_sampler=DrawsEachList(random.sample))
+
+    with pytest.warns(UserWarning, match="train: the order that DrawsEachList begins with is not"):
+        d.interrupted(make, 3)
+
+
 class Caching(Dataset):
     """Keeps each sample that it has made."""
 

@@ -120,6 +120,8 @@ class Plan:
         loop_numbers: Compares the dataset's numbers before each batch, and after those loaded here.
         compares: Add batches to `Progress.passed`.
         before_fetch: Called before each fetch, without workers.
+        loads_skipped: Load the skipped batches too, without workers: their samples draw from the
+            generator that the sampler draws from.
     """
 
     skip: int = 0
@@ -130,6 +132,7 @@ class Plan:
     loop_numbers: LoopNumbers | None = None
     compares: bool = False
     before_fetch: Callable[[], None] | None = None
+    loads_skipped: bool = False
 
 
 def self_test() -> None:
@@ -191,7 +194,10 @@ class InProcessIterator(_Single):
         self._plan = plan
         try:
             for _ in range(plan.skip):
-                progress.order = _extend_order(next(self._sampler_iter), progress.order)
+                index = next(self._sampler_iter)
+                progress.order = _extend_order(index, progress.order)
+                if plan.loads_skipped:
+                    self._dataset_fetcher.fetch(index)
         except StopIteration:
             raise _beyond_end_error(plan.skip) from None
 

@@ -652,13 +652,25 @@ class LoaderSource:
         return {path: value for path, value in then if now.get(path, value) != value}
 
     def _fast_forward(self, saved: dict[str, Any]) -> Any:
-        """Return the iterator after the consumed indices, which are drawn again and compared."""
+        """Return the iterator after the consumed indices, which are drawn again and compared.
+
+        If others are drawn, by a sampler that draws alike each time, and no worker loads the
+        samples, they are loaded again as well: a sample may draw from the sampler's generator.
+        """
         is_complete = saved["position"] == (saved.get("passes") or {}).get("announced")
-        try:
-            iterator = self._make(skip=saved["position"])
-            is_same = saved.get("order", self.progress.order) == self.progress.order
-        except StateMismatch:
-            iterator, is_same = None, False
+        values = self._sampler_values()
+        iterator, is_same = self._draw_order(saved)
+        draws_alike = not self._loader.num_workers and values == self._sampler_values()
+        if not is_same and not is_complete and draws_alike:
+            iterator, is_same = self._draw_order_anew(saved, loads_samples=True)
+            if is_same:
+                reason = (
+                    f"{self._name}: {saved['position']} batches are loaded again, since reading a "
+                    "sample draws from the generator of the sampler"
+                )
+                self._report(Restored(self._name, How.REPLAYED, reason))
+            else:
+                iterator, _ = self._draw_order_anew(saved, loads_samples=False)
         if not is_same and not is_complete:
             self._report_order(saved, is_shorter=iterator is None)
             return iter(()) if iterator is None else iterator
@@ -668,6 +680,24 @@ class LoaderSource:
             return iterator
         self.progress.order = saved["order"]  # nothing is left of it
         return iter(())
+
+    def _draw_order(
+        self, saved: dict[str, Any], *, loads_samples: bool = False
+    ) -> tuple[Any, bool]:
+        """Return the iterator after the consumed indices, or None, and if they are the saved."""
+        try:
+            iterator = self._make(skip=saved["position"], loads_skipped=loads_samples)
+        except StateMismatch:
+            return None, False
+        return iterator, saved.get("order", self.progress.order) == self.progress.order
+
+    def _draw_order_anew(self, saved: dict[str, Any], *, loads_samples: bool) -> tuple[Any, bool]:
+        """Return the same as `_draw_order`, beginning with the randomness of the pass's start."""
+        self.progress = self._progress()
+        self._rewind_all()
+        with suppress(Exception):  # a dataset may raise anything
+            return self._draw_order(saved, loads_samples=loads_samples)
+        return None, False
 
     def _order_ahead(self, number: int | None = None) -> list[Any] | None:
         """Return the number and digest of the lists that are drawn ahead for workers, if any."""
@@ -774,7 +804,7 @@ class LoaderSource:
             self._loop_numbers.restore(self._loaded_loop_numbers)
         self._loaded_loop_numbers = {}
 
-    def _make(self, skip: int) -> Any:
+    def _make(self, skip: int, *, loads_skipped: bool = False) -> Any:
         self._restore_loop_numbers()
         plan = Plan(
             skip=skip,
@@ -785,6 +815,7 @@ class LoaderSource:
             loop_numbers=self._loop_numbers,
             compares=self.kind == "iterable",
             before_fetch=None if self._stream is None else self._record_fetch,
+            loads_skipped=loads_skipped,
         )
         loader = copy.copy(self._loader)
         if self._ids is not None:
