@@ -185,7 +185,7 @@ def restore(roots: Mapping[str, Any], saved: Mapping[str, bytes], owner_name: st
     Args:
         roots: The same objects in this process.
         saved: Path -> state. A path without a generator of the same kind is left alone.
-        whose: Name for the sentence.
+        owner_name: Begins the sentence.
     """
     if not saved:
         return ""
