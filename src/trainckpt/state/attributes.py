@@ -33,6 +33,7 @@ from trainckpt.errors import ConfigurationError, StateMismatch, TrainckptError
 from trainckpt.format import digest, json_io
 from trainckpt.state.adapters.fsdp import plain_path
 from trainckpt.state.captured import Captured
+from trainckpt.state.clock_readings import is_wall_time
 from trainckpt.state.staging import tensor_digest
 
 if TYPE_CHECKING:
@@ -63,7 +64,6 @@ _ITEMS = (256, 16, 8)  # compared of a container, of one in it, and of one in th
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _OPTIONS = ("p", "dropout", "momentum")  # of torch's modules; a schedule may set them from outside
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_CLOCK_S = (1e9, 1e10)  # seconds since 1970: a float between them is the time
 
 
 class Attributes:
@@ -444,12 +444,7 @@ def _number(value: Any, *, of_module: bool) -> Any:
     """
     if type(value) is torch.Tensor and value.numel() == 1 and not of_module:
         return value.item() if value.device.type == "cpu" else ""
-    return "" if is_time(value) else value
-
-
-def is_time(value: Any) -> bool:
-    """Return True for a reading of the clock, in seconds since 1970."""
-    return isinstance(value, float) and _CLOCK_S[0] < value < _CLOCK_S[1]
+    return "" if is_wall_time(value) else value
 
 
 @cache
@@ -512,12 +507,13 @@ def _plain(value: Any, limits: tuple[int, ...], *, of_module: bool) -> Any:
             tuple(_plain(part, limits[1:], of_module=of_module) for part in each)
             if kind in _MAPPINGS
             else _plain(each, limits[1:], of_module=of_module)
-            for each in _ends(items, length, most)
+            for each in ends(items, length, most)
         ],
     )
 
 
-def _ends(items: Any, length: int, most: int) -> Iterator[Any]:
+def ends(items: Any, length: int, most: int) -> Iterator[Any]:
+    """Yield at most so many items, half of them from each end."""
     if length <= most:
         yield from items
         return

@@ -17,6 +17,7 @@ import torch
 
 from trainckpt.errors import TrainckptError
 from trainckpt.state import attributes
+from trainckpt.state.clock_readings import is_wall_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -80,7 +81,7 @@ class CallbackValues:
                     continue
                 if isinstance(mark, _Identity):
                     break
-                if not attributes.is_time(value):
+                if not is_wall_time(value):
                     changed[key] = _without_factories(value)
             else:
                 yield owner.name, changed

@@ -23,13 +23,11 @@ import gc
 import itertools
 import operator
 import os
-import time
 import types
 import warnings
 from collections import deque
 from enum import Enum
-from functools import cache, cached_property
-from itertools import islice
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -37,7 +35,8 @@ from torch import nn
 
 from trainckpt.data import randomness, sampler
 from trainckpt.format import digest
-from trainckpt.state import dtensor, plain_tensors, script_randomness
+from trainckpt.state import clock_readings, dtensor, plain_tensors, script_randomness
+from trainckpt.state.attributes import ends
 from trainckpt.state.staging import bytes_of
 
 if TYPE_CHECKING:
@@ -62,7 +61,6 @@ _ITERATORS = {type(iter(items)) for items in _ITERABLES}
 _ITERATORS |= {type(reversed([])), itertools.count, itertools.cycle}
 _STANDS_ON = (collections.abc.Iterator, types.FrameType, tuple)  # zip has a tuple of iterators
 _LOOPS = 6  # a generator over zip over enumerate over a loader
-_CLOCK_S = (1e9, 1e10)  # seconds since 1970
 
 
 class Sketch(NamedTuple):
@@ -272,7 +270,7 @@ class _Drawing:
             return None
         text = repr(value)
         ends = text if len(text) <= 2 * _TEXT else (len(text), text[:_TEXT], text[-_TEXT:])
-        return None if _is_clock(value) else (type(value).__name__, ends)
+        return None if clock_readings.is_reading(value) else (type(value).__name__, ends)
 
     def _tensor(self, value: Any) -> str:
         if id(value) in self._sketcher.tensors or len(self._tensors) == _TENSORS:
@@ -288,9 +286,9 @@ class _Drawing:
             whole = value if length <= _ITEMS[depth] else ()
             return kind, length, sorted(repr(self._item(item, depth)) for item in whole)
         if isinstance(value, dict):
-            pairs = _ends(dict.items(value), length, _ITEMS[depth])
+            pairs = ends(dict.items(value), length, _ITEMS[depth])
             return kind, length, [(_key(key), self._item(item, depth)) for key, item in pairs]
-        return kind, length, [self._item(i, depth) for i in _ends(value, length, _ITEMS[depth])]
+        return kind, length, [self._item(i, depth) for i in ends(value, length, _ITEMS[depth])]
 
     def _item(self, item: Any, depth: int) -> Any:
         tree = self.tree(item, depth + 1)
@@ -368,14 +366,6 @@ def _key(key: Any) -> str:
     return repr(key)[:64] if type(key) in _NUMBERS else type(key).__name__  # no addresses
 
 
-def _ends(items: Any, length: int, most: int) -> Iterator[Any]:
-    if length <= most:
-        yield from items
-    else:
-        yield from islice(items, most // 2)
-        yield from islice(reversed(items), most // 2)
-
-
 @torch.no_grad()
 def _some_elements(tensors: Iterable[torch.Tensor]) -> Iterator[bytes | memoryview]:
     """Yield elements of the tensors; those of one type and device at once, for one transfer."""
@@ -390,28 +380,3 @@ def _some_elements(tensors: Iterable[torch.Tensor]) -> Iterator[bytes | memoryvi
             together.setdefault((tensor.dtype, tensor.device), []).append(elements)
     for pieces in together.values():
         yield bytes_of(torch.cat(pieces))
-
-
-def _is_clock(value: Any) -> bool:
-    """Return True for a reading of a clock in this process, in seconds or nanoseconds."""
-    if type(value) is int and value > _CLOCK_S[0]:
-        value = value / 1e9
-    elif type(value) is not float:
-        return False
-    is_wall = _CLOCK_S[0] < value < _CLOCK_S[1]
-    return is_wall or _started_s() <= value <= time.monotonic() or _is_performance(value)
-
-
-def _is_performance(value: float) -> bool:
-    """Return True for a reading of `perf_counter`, where that is not the monotonic clock."""
-    now = time.perf_counter()
-    return now - (time.monotonic() - _started_s()) <= value <= now
-
-
-@cache
-def _started_s() -> float:
-    """Return when this process started by the monotonic clock; a second earlier, to be safe."""
-    import psutil
-
-    age_s: float = time.time() - psutil.Process().create_time()
-    return time.monotonic() - age_s - 1
