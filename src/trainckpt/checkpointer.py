@@ -56,8 +56,6 @@ from trainckpt.state import script_randomness, script_variables
 from trainckpt.state.registry import Registry
 from trainckpt.state.script_randomness import EarlyDraws
 from trainckpt.stop.notice_listener import NoticeListener
-from trainckpt.stop.shutdown import HardExit
-from trainckpt.stop.stop_mode import StopModeChooser
 
 if TYPE_CHECKING:
     import os
@@ -105,13 +103,6 @@ class Checkpointer:
         self._registry = registry = Registry(has_peers=has_peers)
         self._hooks, self._timings, self._requests = Hooks(), Timings(), SaveRequests()
         estimator = SaveEstimator(self.options, registry, self._timings)
-        stop_mode = StopModeChooser(
-            options=self.options,
-            registry=registry,
-            position=self._position,
-            timings=self._timings,
-            world_size=self._world.size,
-        )
         self._files = tracked_files(registry, run)
         self._phased_restore = PhasedRestore(registry, self._position)
         self._recorder = proof_recorder.recorder_from_environment(self._world.rank, registry)
@@ -133,15 +124,13 @@ class Checkpointer:
         for item in loader if isinstance(loader, (list, tuple)) else [loader]:
             if item is not None:
                 self.loader(item)
-        self._gate, hard_exit = BoundaryGate(), HardExit()
+        self._gate = BoundaryGate()
         self._listener = NoticeListener(
             gate=self._gate,
             tier=self._tier,
             timings=self._timings,
-            stop_mode=stop_mode,
             options=self.options,
             status_writer=self._status_writer,
-            hard_exit=hard_exit,
         )
         self._status_writer.update(
             rank=self._world.rank,
@@ -157,10 +146,8 @@ class Checkpointer:
             position=self._position,
             timings=self._timings,
             estimator=estimator,
-            stop_mode=stop_mode,
             phased_restore=self._phased_restore,
             listener=self._listener,
-            hard_exit=hard_exit,
             status_writer=self._status_writer,
             requests=self._requests,
             loaders=self._loaders,

@@ -54,7 +54,8 @@ from trainckpt.snapshot.decrypting_tier import KeyRing
 from trainckpt.state.capture import capture
 from trainckpt.stop.dump_pause import DumpPause
 from trainckpt.stop.final_save import FinalSave
-from trainckpt.stop.shutdown import HardExit, Shutdown
+from trainckpt.stop.shutdown import Shutdown
+from trainckpt.stop.stop_mode import StopModeChooser
 from trainckpt.stop.survivor_setup import set_up as set_up_survivors
 from trainckpt.storage.fs_probe import file_system, is_remote
 from trainckpt.storage.local import LocalTier
@@ -78,7 +79,6 @@ if TYPE_CHECKING:
     from trainckpt.save.requests import SaveRequests
     from trainckpt.state.registry import Registry
     from trainckpt.stop.notice_listener import NoticeListener
-    from trainckpt.stop.stop_mode import StopModeChooser
     from trainckpt.stop.survivor_setup import SurvivorSetup
     from trainckpt.storage.base import RunTier
 
@@ -101,10 +101,8 @@ class RankContext:
     position: ProgressCounter
     timings: Timings
     estimator: SaveEstimator
-    stop_mode: StopModeChooser
     phased_restore: PhasedRestore
     listener: NoticeListener
-    hard_exit: HardExit
     status_writer: RankStatusWriter
     requests: SaveRequests
     loaders: list[tuple[Any, TrackedLoader]]
@@ -172,10 +170,19 @@ def _begin(context: RankContext, mode: str) -> ResumePoint:
         encrypts=bool(options.encrypt_to),
     )
 
-    def claimed(attempt: int) -> None:
+    def claimed(record: AttemptRecord) -> None:
+        attempt = record.attempt
         context.crash_marker.arm(attempt)
         context.status_writer.update(state=CLAIMED, attempt=attempt, encrypt_to=recipients)
-        context.listener.start(attempt, context.channel)
+        stop_mode = StopModeChooser(
+            options=options,
+            registry=context.registry,
+            position=context.position,
+            timings=context.timings,
+            world_size=context.world.size,
+            ranks_here=record.facts["hosts"].count(context.world.host),
+        )
+        context.listener.start(attempt, context.channel, stop_mode)
 
     with context.registry.unchanged():
         capture(context.registry)  # refuse an unstorable state now, not at the first save
@@ -193,7 +200,6 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
     """Build the attempt's objects, in the order of their dependencies, and apply the snapshot."""
     options, registry, manifest = context.options, context.registry, beginning.manifest
     hosts = beginning.record.facts["hosts"]
-    context.stop_mode.set_ranks_here(hosts.count(context.world.host))
     environment = _fingerprint(context)
     record_writer = RecordWriter(context.tier, beginning.record, writes=context.world.rank == 0)
     initial = _record_beginning(context, beginning, record_writer)
@@ -213,7 +219,7 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
         registry=registry,
         defaults=defaults,
         saver=saver,
-        hard_exit=context.hard_exit,
+        hard_exit=context.listener.hard_exit,
         hosts=hosts,
         status_writer=context.status_writer,
         encryption=snapshot_encryption,
@@ -242,7 +248,6 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
         requests=context.requests,
         loaders=context.loaders,
         where=lambda: context.position.cursor,
-        hard_exit=context.hard_exit,
         survival=survival,
         dump_pause=dump_pause,
     )
@@ -266,7 +271,7 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
         )
         grace_s = context.listener.grace_s
         within = "" if grace_s is None else f", within {grace_s:g} s of a signal"
-        logger.debug("a stop falls on %s%s", context.stop_mode.describe(), within)
+        logger.debug("a stop falls on %s%s", context.listener.stop_mode.describe(), within)
     schedule = SaveSchedule(
         options.every,
         context.position.step,

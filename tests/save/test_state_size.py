@@ -53,8 +53,8 @@ def test_a_rank_s_file_holds_its_part_of_the_state():
     """256 bytes of parameters: halves under DDP, which divides them, and under FSDP2, which shards.
 
     Under DDP a rank has gradients for all; under FSDP2 too, without synchronization, and sharded
-    ones besides.
+    ones besides. So the gradients of both DDP ranks count in a snapshot.
     """
     ddp, sharded = run_in_turn(2, (programs.count, "ddp", 2), (programs.count, "fsdp", 2))
-    assert ddp == [(256, 128, 128 + 256)] * 2
-    assert sharded == [(256, 128, 128 + 256 + 128)] * 2
+    assert ddp == [(256, 128, 128 + 256, 2 * 256)] * 2
+    assert sharded == [(256, 128, 128 + 256 + 128, 256 + 256)] * 2

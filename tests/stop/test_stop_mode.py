@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from torch import nn
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from trainckpt.attempt.options import read_options
 from trainckpt.attempt.progress_counter import ProgressCounter
@@ -64,20 +65,37 @@ def test_a_window_is_given_up_early_enough_for_two_micro_batches_and_the_save():
     assert must_tighten_after_s(AUTO, 1.0) == 0.0
 
 
-def test_the_ranks_of_a_host_share_its_memory_budget():
-    """Each has 64 bytes of parameters and as many of gradients."""
+def chooser(model, *, world_size, ranks_here):
     registry = Registry()
-    registry.add("model", nn.Linear(4, 4, bias=False))
-    chooser = StopModeChooser(
+    registry.add("model", model)
+    return StopModeChooser(
         options=read_options({"memory_budget": 1024, "accumulate": 4}),
         registry=registry,
         position=ProgressCounter(4),
         timings=Timings(),
-        world_size=16,
+        world_size=world_size,
+        ranks_here=ranks_here,
     )
-    assert chooser.facts().memory_budget is None  # the other ranks are not there yet
-    chooser.set_ranks_here(8)
-    assert chooser.facts().file_bytes == chooser.facts().memory_budget == 128
-    assert chooser.mode(None) == "micro-batch"
-    chooser.set_ranks_here(9)
-    assert chooser.mode(None) == "window"
+
+
+def test_the_ranks_of_a_host_share_its_memory_budget():
+    """Each has 64 bytes of parameters and as many of gradients."""
+    model = nn.Linear(4, 4, bias=False)
+    of_eight = chooser(model, world_size=16, ranks_here=8)
+    assert of_eight.facts().file_bytes == of_eight.facts().memory_budget == 128
+    assert of_eight.mode(None) == "micro-batch"
+    assert chooser(model, world_size=16, ranks_here=9).mode(None) == "window"
+
+
+def test_under_ddp_the_gradients_of_all_ranks_count():
+    """Each rank stores its own ones of an open window: they are reduced at its end."""
+    model = nn.Linear(4, 4, bias=False)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        under_ddp = chooser(DistributedDataParallel(model), world_size=4, ranks_here=4).facts()
+    finally:
+        distributed.destroy_process_group()
+    plain = chooser(model, world_size=4, ranks_here=4).facts()
+    assert (plain.gradient_bytes, under_ddp.gradient_bytes) == (64, 4 * 64)
+    one, all_ranks = (replace(AUTO, gradient_bytes=n) for n in (5 * 10**8, 4 * 5 * 10**8))
+    assert must_tighten_after_s(all_ranks, 10.0) < must_tighten_after_s(one, 10.0)

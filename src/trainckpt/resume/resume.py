@@ -149,7 +149,7 @@ def begin(
     channel: RankStore,
     registry: Registry,
     mode: str,
-    on_claimed: Callable[[int], None] = lambda _: None,
+    on_claimed: Callable[[AttemptRecord], None] = lambda _: None,
     reach: TierSet | None = None,
 ) -> ResumePoint:
     """Choose and read the snapshot this attempt begins from. Every rank calls it.
@@ -159,7 +159,7 @@ def begin(
         channel: Fresh keys of this Checkpointer.
         registry: The objects to restore; compared here, not changed.
         mode: "auto", "required" or "never".
-        on_claimed: Called with the attempt's number before anything is read: notices are received
+        on_claimed: Called with the attempt's record before anything is read: notices are received
             from then on, and all ranks are known to be there.
         reach: The slower tiers to search too.
 
@@ -185,7 +185,7 @@ def begin(
         channel, "begin", lambda: _look(reach, channel, run, facts, mode), RANKS_TIMEOUT_S
     )[0]
     record = AttemptRecord(told["attempt"], facts=facts)
-    on_claimed(record.attempt)
+    on_claimed(record)
     beginning = ResumePoint(told["run"], record, why_fresh=told["why_fresh"])
     try:
         tiers = reach.open(told["tiers"])

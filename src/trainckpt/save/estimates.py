@@ -212,7 +212,17 @@ def shard_bytes(registry: Registry, world: int, *, gradients: bool = False) -> i
     A rank stores its part of sharded tensors. Under DDP the ranks divide the state equal on all;
     the gradients of an open window mostly differ.
     """
-    is_replicated = any(isinstance(m.reducing, DistributedDataParallel) for m in registry.models)
     weight = weigh(registry, gradients=False, own_part=True)
     own = weight.possible_gradients if gradients else 0
-    return weight.state // (world if is_replicated else 1) + own
+    return weight.state // (world if _is_replicated(registry) else 1) + own
+
+
+def gradient_bytes(registry: Registry, world: int) -> int:
+    """Estimate the bytes that the gradients of an open window add to a snapshot, on all ranks."""
+    of_model = weigh(registry, gradients=False).possible_gradients
+    return of_model * (world if _is_replicated(registry) else 1)
+
+
+def _is_replicated(registry: Registry) -> bool:
+    """Return True under DDP."""
+    return any(isinstance(m.reducing, DistributedDataParallel) for m in registry.models)

@@ -29,7 +29,7 @@ from trainckpt.notice import OF_MACHINE, Notice
 from trainckpt.preemption import gpu_health
 from trainckpt.preemption.polling import PollingSource
 from trainckpt.preemption.signals import SignalSource
-from trainckpt.ranks.notice_watcher import NoticeWatcher
+from trainckpt.ranks.notice_watcher import NoticeWatcher, end_with_71
 from trainckpt.ranks.threads import SelfPipe
 from trainckpt.stop.deadline import Deadline, granted_s, margin_s
 from trainckpt.stop.notice_sources import (
@@ -105,16 +105,37 @@ EARLY_LIMIT_S = 30.0
 WAITS_S = 5.0  # from an agreed stop to the warning about a late boundary
 
 
+class HardExit:
+    """End this process at once, wherever main is. Any thread.
+
+    Notices are received, and ranks watched, before an attempt can record its end: until its
+    `Shutdown` is built the process only exits with 71.
+    """
+
+    def __init__(self) -> None:
+        self._end: Callable[[str], object] = end_with_71
+
+    def __call__(self, why: str) -> None:
+        """End the process for this reason."""
+        self._end(why)
+
+    def record_first(self, cut_short: Callable[[str], object]) -> None:
+        """End the process by this function from now on; it records the end before."""
+        self._end = cut_short
+
+
 class NoticeListener:
     """Listener for every notice that may stop this attempt.
 
     Attributes:
-        watcher: Set by `start`.
+        watcher, stop_mode: Set by `start`.
+        hard_exit: Ends the process if the ranks could not agree on a stop, or at a missed deadline.
         grace_s: Grace period of a signal; None: not stated.
         deadline: Deadline of the agreed stops.
     """
 
     watcher: NoticeWatcher
+    stop_mode: StopModeChooser
 
     def __init__(
         self,
@@ -122,18 +143,14 @@ class NoticeListener:
         gate: BoundaryGate,
         tier: RunTier,
         timings: Timings,
-        stop_mode: StopModeChooser,
         options: Options,
         status_writer: RankStatusWriter,
-        hard_exit: Callable[[str], object],
     ) -> None:
-        """`hard_exit`: ends the process if the ranks could not agree on a stop, or at a missed
-        deadline; called with the reason."""
         check_notices(options.notices)
+        hard_exit = self.hard_exit = HardExit()
         self.deadline = Deadline(lambda: hard_exit("the deadline has passed"))
-        self._hard_exit = hard_exit
         self._gate, self._tier = gate, tier
-        self._timings, self._stop_mode = timings, stop_mode
+        self._timings = timings
         self.grace_s = options.grace or granted_s()
         self._options = options
         self._status_writer = status_writer
@@ -157,8 +174,9 @@ class NoticeListener:
         self._nvml_opens = 0
         weakref.finalize(self, _stop_listening, self._early, self._signals)
 
-    def start(self, attempt: int, channel: RankStore) -> None:
+    def start(self, attempt: int, channel: RankStore, stop_mode: StopModeChooser) -> None:
         """Begin to act on notices. Main thread, all ranks."""
+        self.stop_mode = stop_mode
         world = channel.world
         notices = run_source(
             self._tier,
@@ -186,9 +204,9 @@ class NoticeListener:
             self._gate,
             channel,
             self._sources,
-            mode=self._stop_mode.mode,
+            mode=stop_mode.mode,
             on_stop=self._on_stop,
-            on_failed_stop=self._hard_exit,
+            on_failed_stop=self.hard_exit,
             on_lost=lambda why: logger.error(
                 "%s. Training continues, but the ranks can no longer agree on saves by time or by "
                 "ckpt.save(), and a stop ends this process with 71. Restart the run soon",
@@ -281,7 +299,7 @@ class NoticeListener:
         self._slow_stop.begin()
         left_s = self.deadline.left_s()
         if left_s is not None:
-            within_s = self._stop_mode.tighten_after_s(left_s)
+            within_s = self.stop_mode.tighten_after_s(left_s)
             timer = threading.Timer(within_s, self._accept_micro_batch)
             timer.daemon = True
             timer.start()

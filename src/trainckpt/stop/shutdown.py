@@ -26,7 +26,6 @@ from trainckpt.errors import NoAgreement, Stopped, TrainckptError, UnusableSnaps
 from trainckpt.format.attempt_record import ENDED, FAILED, FINISHED, KILLED, STOPPED
 from trainckpt.preemption import kubernetes
 from trainckpt.preemption.slurm import COMMAND_S
-from trainckpt.ranks.notice_watcher import end_with_71
 from trainckpt.stop.requeue import LINGER_S, Requeue
 
 if TYPE_CHECKING:
@@ -56,25 +55,6 @@ RECORDED = 20  # parts named in a record, the weakest first
 SAVE_IN_FLIGHT_S = 5.0  # wait after an exception for a nearly finished save
 
 
-class HardExit:
-    """End this process at once, wherever main is. Any thread.
-
-    Notices are received, and ranks watched, before an attempt can record its end: until its
-    `Shutdown` is built the process only exits with 71.
-    """
-
-    def __init__(self) -> None:
-        self._end: Callable[[str], object] = end_with_71
-
-    def __call__(self, why: str) -> None:
-        """End the process for this reason."""
-        self._end(why)
-
-    def record_first(self, cut_short: Callable[[str], object]) -> None:
-        """End the process by this function from now on; it records the end before."""
-        self._end = cut_short
-
-
 class Shutdown:
     """End one attempt, once.
 
@@ -97,7 +77,6 @@ class Shutdown:
         requests: SaveRequests,
         loaders: Sequence[tuple[object, TrackedLoader]],
         where: Callable[[], Cursor],
-        hard_exit: HardExit,
         survival: SurvivorSetup | None = None,
         dump_pause: DumpPause | None = None,
     ) -> None:
@@ -108,7 +87,6 @@ class Shutdown:
                 requests: Of the attempt.
             loaders: The owner's own list: a loader may be registered later.
             where: Returns the cursor of the run.
-            hard_exit: Ends this process at once.
             survival: Notified of the attempt's end: an orderly exit is not a lost rank.
             dump_pause: Permits a process dump at a stop; None: no dumps.
         """
@@ -129,7 +107,7 @@ class Shutdown:
         self._recorded = threading.Event()
         self._begun_s = time.monotonic()
         self._code = options.exit_code
-        hard_exit.record_first(self.cut_short)
+        listener.hard_exit.record_first(self.cut_short)
 
     @property
     def left(self) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from trainckpt.attempt.log import logger
 from trainckpt.replicate.uploads import CAUTION
-from trainckpt.save.estimates import shard_bytes, weigh
+from trainckpt.save.estimates import gradient_bytes, shard_bytes, weigh
 from trainckpt.storage.host_resources import budget_bytes
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class StopFacts:
         window: Micro-batches of a whole window.
         micro_batch_s: Seconds that one takes.
         state_bytes: Size of a snapshot at a window's end.
-        gradient_bytes: Bytes that the open window's gradients add.
+        gradient_bytes: Bytes that the open window's gradients add, those of all ranks.
         seconds_per_byte: Of a whole save, from the call to the commit.
         file_bytes: Size of this rank's shard file, with those gradients.
         memory_budget: Bytes for this rank's saves: its share of its host's.
@@ -112,32 +112,25 @@ class StopModeChooser:
         position: ProgressCounter,
         timings: Timings,
         world_size: int,
+        ranks_here: int,
     ) -> None:
+        """`ranks_here`: the number of ranks on this host, which share its memory budget."""
         self._options = options
-        self._world_size = world_size
-        self._ranks_here: int | None = None
+        self._world_size, self._ranks_here = world_size, ranks_here
         self._registry = registry
         self._position = position
         self._timings = timings
         self._logged = False
 
-    def set_ranks_here(self, number: int) -> None:
-        """Set the number of ranks on this host, which share its memory budget.
-
-        It is known once all ranks are there. Until then no budget counts.
-        """
-        self._ranks_here = number
-
     def facts(self) -> StopFacts:
         """Return the facts as of now."""
-        weight = weigh(self._registry, gradients=False)
         return StopFacts(
             stop_at=self._options.stop_at,
             micro=self._position.micro,
             window=self._position.window or self._options.accumulate,
             micro_batch_s=self._timings.micro_batch_s,
-            state_bytes=weight.state,
-            gradient_bytes=weight.possible_gradients,
+            state_bytes=weigh(self._registry, gradients=False).state,
+            gradient_bytes=gradient_bytes(self._registry, self._world_size),
             seconds_per_byte=self._timings.seconds_per_byte,
             file_bytes=shard_bytes(self._registry, self._world_size, gradients=True),
             memory_budget=self._own_budget(),
@@ -147,9 +140,7 @@ class StopModeChooser:
         """Return this rank's share of `memory_budget`; None: no limit is known."""
         option = self._options.memory_budget
         budget = budget_bytes(option.share, option.num_bytes)
-        if budget is None or self._ranks_here is None:
-            return None
-        return budget // self._ranks_here
+        return None if budget is None else budget // self._ranks_here
 
     def describe(self) -> str:
         """Describe where a stop will fall, as far as is known at start-up."""
