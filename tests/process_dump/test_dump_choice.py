@@ -234,10 +234,10 @@ def test_a_notice_that_cannot_lead_to_a_dump_delays_nobody_and_raises_nothing(
     assert not dumping.notice(DumpReason("SIGTERM"), [told])  # nobody says that there is a deadline
     assert not dumping.notice(DumpReason("SIGTERM", 8.0), [told])  # its record is not there
 
-    def refuses(_):
+    def refuses(*_):
         raise TierUnavailable("it does not answer")
 
-    monkeypatch.setattr(attempt_history, "read_attempts", refuses)
+    monkeypatch.setattr(attempt_history, "read_attempt", refuses)
     assert not dumping.notice(DumpReason("SIGTERM", 8.0), [told])
     assert said == ["SIGTERM: no dump: it does not answer"]
 

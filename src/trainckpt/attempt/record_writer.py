@@ -112,7 +112,7 @@ class RecordWriter:
         if number == self._record.attempt:
             return
         with contextlib.suppress(TrainckptError):
-            claimed = attempt_history.read_attempts(self._tier).get(number)
+            claimed = attempt_history.read_attempt(self._tier, number)
             if claimed is not None:
                 own = self._record
                 facts = {**own.facts, **claimed.facts}

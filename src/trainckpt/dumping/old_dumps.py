@@ -46,21 +46,29 @@ def why_superseded(name: DumpName, records: Mapping[int, AttemptRecord]) -> str:
     return ""
 
 
-def old_dumps(tier: Readable, records: Mapping[int, AttemptRecord]) -> list[OldDump]:
+def old_dumps(
+    tier: Readable, records: Mapping[int, AttemptRecord], empty: set[DumpName] | None = None
+) -> list[OldDump]:
     """Return the old dumps with images, oldest first; not the one being restored right now.
 
     Args:
         tier, records: The run directory, and the attempts of the run.
+        empty: Old dumps known to have no images; updated.
     """
+    empty = set() if empty is None else empty
     if not isinstance(tier, LocalTier):
         return []  # no dump is taken there
     newest = records.get(max(records, default=0))
     at_work = newest.parent if newest is not None and newest.outcome is None else None
     found = []
     for name in sorted(n for n in map(DumpName.parse, tier.list(DUMPS)) if n is not None):
-        reason = why_superseded(name, records)
-        if reason and str(name) != at_work and (size := _num_bytes(tier, name)):
-            found.append(OldDump(name, reason, size))
+        if name in empty or str(name) == at_work:
+            continue
+        if reason := why_superseded(name, records):
+            if size := _num_bytes(tier, name):
+                found.append(OldDump(name, reason, size))
+            else:
+                empty.add(name)
     return found
 
 

@@ -113,7 +113,7 @@ def _is_training(run: str | os.PathLike[str]) -> bool:
     with suppress(TrainckptError, OSError):
         tier = run_url.open_tier_at(run)
         newest = attempt_history.newest(tier)
-        record = attempt_history.read_attempts(tier).get(newest) if newest else None
+        record = attempt_history.read_attempt(tier, newest)
         return (
             record is not None
             and record.outcome is None

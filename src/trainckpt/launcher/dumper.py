@@ -334,7 +334,7 @@ class Dumper:
             self._find(ranks)
             if self._tier is None or (ranks and not isinstance(self._tier, LocalTier)):
                 return False  # a store would have to answer first, and holds no dumps
-            record = attempt_history.read_attempts(self._tier).get(self._attempt)
+            record = attempt_history.read_attempt(self._tier, self._attempt)
             if record is None:
                 return False
             choice = choose(self._facts(dump_reason, record, ranks))

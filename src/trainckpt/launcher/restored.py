@@ -131,7 +131,7 @@ def _alone(dumped: RestoredDump) -> Iterator[int]:
 
 def _must_be_newest(dumped: RestoredDump) -> int:
     """Return the next attempt's number; refuse if one has begun since the dump."""
-    newest, name = max(attempt_history.read_attempts(dumped.tier), default=0), dumped.record.name
+    newest, name = attempt_history.newest(dumped.tier), dumped.record.name
     if newest > name.attempt:
         raise AlreadyResumed(f"{name} is not restored: attempt {newest} began meanwhile")
     return max(newest, name.attempt) + 1
@@ -161,8 +161,8 @@ def _claim(dumped: RestoredDump) -> int:
         raise restore.RestoreBlocked(
             f"{record.name}: no attempt can be claimed: {named_run.problem}"
         )
-    attempts = attempt_history.read_attempts(dumped.tier)
-    if later := [n for n in attempts if record.name.attempt < n < claimed.attempt]:
+    attempts = attempt_history.numbers(dumped.tier)
+    if later := [n for n in sorted(attempts) if record.name.attempt < n < claimed.attempt]:
         named_run.record = claimed.with_(parent=UNDECIDED)  # keeps the other's snapshots reachable
         message = f"{record.name} is not restored: attempt {later[0]} began meanwhile"
         named_run.end((), Outcome(AlreadyResumed.exit_code, FAILED, message))

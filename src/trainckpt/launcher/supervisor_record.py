@@ -59,10 +59,10 @@ def recorded_status_of_rank_0(ranks: Sequence[RankStatus]) -> list[tuple[RankSta
     if claimed is None or any(status.rank == 0 and status.how for status in ranks):
         return []
     try:
-        records = attempt_history.read_attempts(run_url.open_tier_at(claimed.run))
+        tier = run_url.open_tier_at(claimed.run)
+        record = attempt_history.read_attempt(tier, claimed.attempt or 0)
     except TrainckptError:
         return []
-    record = records.get(claimed.attempt or 0)
     outcome = (record.outcome or {}) if record is not None else {}
     ending, code, seconds = (outcome.get(key) for key in ("outcome", "exit_code", "seconds"))
     if record is None or not isinstance(ending, str) or type(code) is not int:
@@ -102,7 +102,7 @@ def complete_record(
         return None
     try:
         tier = run_url.open_tier_at(claimed.run)
-        record = attempt_history.read_attempts(tier).get(claimed.attempt or 0)
+        record = attempt_history.read_attempt(tier, claimed.attempt or 0)
         if record is None:
             return None
         failed = outcome.how in (FAILED, KILLED)

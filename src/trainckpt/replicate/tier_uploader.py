@@ -35,6 +35,7 @@ from trainckpt.replicate.uploads import POLL_S, LastCopy, wait_s
 from trainckpt.run_directory.tier_config import COMMITS, TROUBLE
 from trainckpt.snapshot import catalog, prune, upload
 from trainckpt.snapshot.attempt_history import newest, read_attempts
+from trainckpt.snapshot.followed_run import FollowedRun
 from trainckpt.storage.base import health_of
 from trainckpt.storage.retry import CLOSED
 
@@ -316,6 +317,7 @@ class TierUploader:
         self._recorded_state = (CLOSED, "")
         self._done: set[str] = set()  # copied, of a snapshot that is not committed there yet
         self._mirrored_records: dict[str, bytes] = {}  # records
+        self._followed = self._follow_anew()
         run = self._lead if self._rank == 0 else self._follow
         self._thread = threads.thread(run, "trainckpt-flush")
 
@@ -472,6 +474,7 @@ class TierUploader:
                 verdict = {"bytes": manifest.num_bytes}
         except Exception as error:  # noqa: BLE001 - the other ranks wait, and training goes on
             anew = isinstance(error, SaveFailed)
+            self._followed = self._follow_anew()  # files there may have vanished
             verdict = {**failure(error, 0), "lost": False, "anew": anew}
         self._attempt(lambda: self._round.publish_verdict(verdict))
         return verdict
@@ -484,19 +487,27 @@ class TierUploader:
         try:
             self._be_there()
             upload.must_not_be_another(self.tier, manifest)
-            there = upload.committed_keys(self.tier, manifest.run) if manifest.reached else ()
+            there = self._committed_keys() if manifest.reached else ()
         except UnusableSnapshot as error:  # a record: the snapshot is not lost by that
             raise TierUnavailable(error.message, hint=error.hint) from error
         return manifest, data, upload.all_reached(manifest, there)
+
+    def _follow_anew(self) -> FollowedRun:
+        return FollowedRun(self.tier, self._work.run_tier, self._work.run)
+
+    def _committed_keys(self) -> set[str]:
+        """Return the keys of complete files in the tier: those of committed snapshots."""
+        self._followed.candidates(self._followed.attempts(self._work.number.value))
+        return self._followed.files()
 
     def _be_there(self) -> None:
         run_tier = self._work.run_tier
         upload.found_there(run_tier, self.tier, self._work.run, again=self._is_there)
         self._is_there = True
-        self._mirror()
+        self._mirror(self._work.number.value)
 
-    def _mirror(self) -> None:
-        upload.mirror_records(self._work.run_tier, self.tier, self._mirrored_records)
+    def _mirror(self, live: int = 0) -> None:
+        upload.mirror_records(self._work.run_tier, self.tier, self._mirrored_records, live)
 
     def _commit(self, manifest: Manifest, data: bytes) -> None:
         upload.commit_copy(self.tier, manifest, data)
@@ -516,8 +527,8 @@ class TierUploader:
 
         if not is_superseded():
             prune.prune_by_policy(
-                self.tier,
-                catalog.read_catalog(self.tier, work.run, read_attempts(work.run_tier)),
+                self._followed,
+                self._followed.attempts(work.number.value),
                 keep_last=work.keep_last,
                 attempt=work.number.value,
                 unless=is_superseded,

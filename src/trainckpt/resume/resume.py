@@ -81,7 +81,7 @@ def still_alive(tier: RunTier, attempt: int) -> str:
         age_s = heartbeat.age_s(tier, before) if before else None
         if age_s is None or age_s >= heartbeat.ALIVE_S:
             return ""
-        record = attempt_history.read_attempts(tier).get(before)
+        record = attempt_history.read_attempt(tier, before)
         if record is None or record.outcome is not None or _has_gone(record):
             return ""
         where = ", ".join(sorted({str(host) for host in record.facts.get("hosts", [])}))
@@ -318,7 +318,7 @@ def record_refusal(tier: Tier, record: AttemptRecord, error: BaseException, seco
         "reason": repr(error)[:500],
     }
     with contextlib.suppress(TrainckptError):
-        written = attempt_records.read_attempts(tier).get(record.attempt, record)
+        written = attempt_records.read_attempt(tier, record.attempt) or record
         attempt_records.replace(tier, written.with_(outcome=outcome))
 
 

@@ -24,8 +24,8 @@ from trainckpt.format.digest import digest
 from trainckpt.format.json_io import canonical
 from trainckpt.format.manifest import FileEntry
 from trainckpt.ranks.store import RANKS_TIMEOUT_S
-from trainckpt.snapshot import catalog, prune
-from trainckpt.snapshot.attempt_history import newest, read_attempts
+from trainckpt.snapshot import prune
+from trainckpt.snapshot.attempt_history import newest
 from trainckpt.snapshot.commit import (
     check_whole,
     commit,
@@ -34,6 +34,7 @@ from trainckpt.snapshot.commit import (
     table_to_json,
 )
 from trainckpt.snapshot.encrypted_writer import stored_bytes
+from trainckpt.snapshot.followed_run import FollowedRun
 from trainckpt.snapshot.shard_writer import write_shard, write_stream
 from trainckpt.snapshot.writer_client import WriterClient, WriterDied
 from trainckpt.state import staging
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
     from trainckpt.attempt.record_writer import AttemptId, RecordWriter
     from trainckpt.attempt.save_handle import Committed
+    from trainckpt.format.dump import DumpName
     from trainckpt.format.manifest import Manifest, TensorEntry
     from trainckpt.format.names import SnapshotName
     from trainckpt.ranks.store import RankStore
@@ -516,7 +518,8 @@ class RetentionWorker:
         self._newest_commit: SnapshotName | None = None
         self._thread: threading.Thread | None = None
         self._superseded = False
-        self._parse = catalog.cached_parse()
+        self._followed = FollowedRun(tier, tier, defaults.run)
+        self._empty_dumps: set[DumpName] = set()
         self._may_have_survivor_files = True  # older attempts may have left survivors' files
 
     def schedule(self, name: SnapshotName) -> None:
@@ -556,13 +559,12 @@ class RetentionWorker:
     def _prune(self) -> None:
         if self._is_superseded():
             return  # a newer attempt decides what is kept
-        attempts = read_attempts(self._tier)
-        for old in old_dumps(self._tier, attempts):
+        attempts = self._followed.attempts(self._defaults.attempt)
+        for old in old_dumps(self._tier, attempts, self._empty_dumps):
             remove(self._tier, old)
-        candidates = catalog.read_catalog(self._tier, self._defaults.run, attempts, self._parse)
         prune.prune_by_policy(
-            self._tier,
-            candidates,
+            self._followed,
+            attempts,
             keep_last=self._defaults.keep_last,
             attempt=self._defaults.attempt,
             keep=self._being_read(),

@@ -81,17 +81,28 @@ def record_key(attempt: int) -> str:
 
 def read_attempts(tier: Tier) -> dict[int, AttemptRecord]:
     """Return every record by number; a damaged one is empty but for the reason."""
-    found = {}
-    for name in tier.list(names.ATTEMPTS):
-        number = names.recorded_attempt(name)
-        if number is None:
-            continue
-        try:
-            data = tier.read(f"{names.ATTEMPTS}/{name}", max_bytes=MAX_BYTES)
-            found[number] = parse(number, data)
-        except UnusableSnapshot as error:
-            found[number] = AttemptRecord(number, facts={"damaged": error.message})
-    return found
+    return {number: read_listed(tier, number) for number in numbers(tier)}
+
+
+def read_attempt(tier: Tier, number: int) -> AttemptRecord | None:
+    """Return one record as `read_attempts`, or None if there is none."""
+    if number < 1 or tier.size(record_key(number)) is None:
+        return None
+    return read_listed(tier, number)
+
+
+def numbers(tier: Tier) -> list[int]:
+    """Return the numbers of all claimed attempts; reads no record."""
+    listed = map(names.recorded_attempt, tier.list(names.ATTEMPTS))
+    return [number for number in listed if number is not None]
+
+
+def read_listed(tier: Tier, number: int) -> AttemptRecord:
+    """Return the record of a claimed attempt; a damaged one is empty but for the reason."""
+    try:
+        return parse(number, tier.read(record_key(number), max_bytes=MAX_BYTES))
+    except UnusableSnapshot as error:
+        return AttemptRecord(number, facts={"damaged": error.message})
 
 
 def parse(number: int, data: bytes) -> AttemptRecord:
@@ -107,8 +118,7 @@ def parse(number: int, data: bytes) -> AttemptRecord:
 
 def newest(tier: Tier) -> int:
     """Return the number of the newest claimed attempt, 0 if none; reads no record."""
-    numbers = map(names.recorded_attempt, tier.list(names.ATTEMPTS))
-    return max((number for number in numbers if number is not None), default=0)
+    return max(numbers(tier), default=0)
 
 
 def claim(tier: Tier, build: Callable[[int], AttemptRecord], above: int = 0) -> AttemptRecord:
@@ -124,8 +134,7 @@ def claim(tier: Tier, build: Callable[[int], AttemptRecord], above: int = 0) -> 
         TierUnavailable: the tier refused, or other attempts won every try.
     """
     for _ in range(CLAIM_TRIES):
-        numbers = read_attempts(tier).keys() | _snapshot_attempts(tier)
-        last = max(numbers, default=0)
+        last = max({*numbers(tier), *_snapshot_attempts(tier)}, default=0)
         if (last := max(last, above)) >= names.MAX_ATTEMPT:
             raise UnusableSnapshot(
                 f"{tier.url} holds attempt {last}, the largest number, so no attempt can follow",

@@ -23,7 +23,7 @@ from trainckpt.format.dump import DumpName
 from trainckpt.format.names import SnapshotName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from trainckpt.format.attempt_record import AttemptRecord
     from trainckpt.format.manifest import FileEntry, Manifest
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 def cached_parse() -> Parse:
     """Return a `manifest.load` that parses equal bytes once, and drops the tensors.
 
-    Each commit is followed by a look at all manifests. To parse one of 1,500 tensors takes the
-    interpreter from training for 22 ms. The bytes are still read every time: older snapshots are
-    deleted on the strength of them.
+    Each commit is followed by a look at the newest manifests. To parse one of 1,500 tensors takes
+    the interpreter from training for 22 ms. The bytes are still read every time: older snapshots
+    are deleted on the strength of them.
     """
     return lru_cache(maxsize=32)(partial(manifests.load, with_tensors=False))
 
@@ -109,10 +109,15 @@ def read_copies(
     listed = []
     for name in sorted(found, reverse=True):
         looks = [
-            (t.name, _look(t, run, name, reach=reach, size_of=sizes[t.name], parse=parse))
+            (t.name, look(t, run, name, reach=reach, size_of=sizes[t.name], parse=parse))
             for t in found[name]
         ]
         listed.append(_merged(looks, list(sizes.values()), reach))
+    return without_remains(listed)
+
+
+def without_remains(listed: Collection[Candidate]) -> tuple[Candidate, ...]:
+    """Leave out pruned snapshots whose folders stay for the sake of others."""
     reached = {folder for candidate in listed for folder in reached_folders(candidate.manifest)}
     return tuple(c for c in listed if c.reason != NOT_COMMITTED or c.name not in reached)
 
@@ -135,7 +140,7 @@ def _merged(
     if manifest is None or not _is_there(manifest, sizes):
         return Candidate(looks[0][1].name, manifest, usable=False, reason=why)
     tiers = tuple(tier for tier, _ in named)
-    if _is_abandoned(manifest.name, reach):
+    if is_abandoned(manifest.name, reach):
         return Candidate(manifest.name, manifest, usable=False, reason=ABANDONED, tiers=tiers)
     return Candidate(manifest.name, manifest, usable=True, tiers=tiers)
 
@@ -145,7 +150,8 @@ def _is_there(manifest: Manifest, sizes: Sequence[Callable[[str], int | None]]) 
     return all(any(s(key) == file.num_bytes for s in sizes) for key, file in _files(manifest))
 
 
-def _is_abandoned(name: SnapshotName, reach: Mapping[int, float]) -> bool:
+def is_abandoned(name: SnapshotName, reach: Mapping[int, float]) -> bool:
+    """Return True if the newest attempt does not descend from it; `reach`: from `ancestry`."""
     return name.sequence > reach.get(name.attempt, -1)
 
 
@@ -227,7 +233,7 @@ def _is_called(candidate: Candidate, wanted: str) -> bool:
     return wanted in (str(candidate.name), candidate.name.id, *tags)
 
 
-def _look(
+def look(
     tier: Tier,
     run: str,
     name: SnapshotName,
@@ -236,6 +242,14 @@ def _look(
     size_of: Callable[[str], int | None],
     parse: Parse,
 ) -> Candidate:
+    """Read one snapshot's manifest, and the lengths of its files.
+
+    Args:
+        tier, run, name: The tier, the run's id, and the snapshot.
+        reach: From `ancestry`.
+        size_of: Returns the length of a file.
+        parse: Parses a manifest's bytes.
+    """
     if tier.size(f"{name.folder}/{names.MANIFEST}") is None:
         return Candidate(name, None, usable=False, reason=NOT_COMMITTED)
     try:
@@ -247,6 +261,6 @@ def _look(
         if size != file.num_bytes:
             what = "is missing" if size is None else f"has {size} bytes, not {file.num_bytes}"
             return Candidate(name, manifest, usable=False, reason=f"{file.name} {what}")
-    if _is_abandoned(name, reach):
+    if is_abandoned(name, reach):
         return Candidate(name, manifest, usable=False, reason=ABANDONED)
     return Candidate(name, manifest, usable=True)

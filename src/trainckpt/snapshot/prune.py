@@ -28,9 +28,11 @@ from trainckpt.format import names, shard_file
 from trainckpt.snapshot.catalog import ABANDONED, NOT_COMMITTED, Candidate, reached_folders
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
+    from trainckpt.format.attempt_record import AttemptRecord
     from trainckpt.format.names import SnapshotName
+    from trainckpt.snapshot.followed_run import FollowedRun
     from trainckpt.storage.base import Tier
 
 
@@ -94,8 +96,8 @@ def prune(
 
 
 def prune_by_policy(
-    tier: Tier,
-    candidates: Iterable[Candidate],
+    followed: FollowedRun,
+    attempts: Mapping[int, AttemptRecord],
     *,
     keep_last: int,
     attempt: int,
@@ -105,14 +107,18 @@ def prune_by_policy(
     """Delete snapshots the newest attempt's policy drops, and files without references.
 
     Args:
-        tier, candidates: The tier, and its catalog, newest first.
+        followed: The run, and the tier to prune.
+        attempts: Its attempts, from `followed`.
         keep_last, attempt, keep: As for `plan_prune`.
         unless: As for `prune`.
     """
-    candidates = tuple(candidates)
+    candidates = followed.candidates(attempts)
     doomed = plan_prune(candidates, keep_last=keep_last, attempt=attempt, keep=keep)
-    kept = kept_files(tier, candidates, doomed)
-    prune(tier, [*doomed, *left_folders(candidates)], kept, unless=unless)
+    candidates = followed.confirm(doomed)
+    doomed = plan_prune(candidates, keep_last=keep_last, attempt=attempt, keep=keep)
+    kept = kept_files(followed.tier, candidates, doomed)
+    followed.forget(doomed)
+    prune(followed.tier, [*doomed, *left_folders(candidates)], kept, unless=unless)
 
 
 def files_in(name: SnapshotName, kept: Iterable[str]) -> frozenset[str]:

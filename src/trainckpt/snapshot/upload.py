@@ -243,12 +243,13 @@ def another_run(target: Readable, there: str | None) -> ConfigurationError:
     )
 
 
-def mirror_records(run_tier: Readable, target: Tier, sent: dict[str, bytes]) -> None:
+def mirror_records(run_tier: Readable, target: Tier, sent: dict[str, bytes], live: int = 0) -> None:
     """Copy attempt records missing or outdated in the tier.
 
     Args:
         run_tier, target: The source and the destination.
         sent: Records known to be there, by name; updated.
+        live: Records of earlier attempts than this one are read once.
 
     Raises:
         ConfigurationError: a record there is of another attempt with a commit: a copy of the run
@@ -258,6 +259,8 @@ def mirror_records(run_tier: Readable, target: Tier, sent: dict[str, bytes]) -> 
     changed = {}
     for name in run_tier.list(names.ATTEMPTS):
         if (number := names.recorded_attempt(name)) is None:
+            continue
+        if number < live and name in sent:
             continue
         key = f"{names.ATTEMPTS}/{name}"
         data = run_tier.read(key, max_bytes=MAX_BYTES)
