@@ -5,11 +5,19 @@ from __future__ import annotations
 import pytest
 
 from tests.snapshot.written import committed, shard_path, written
-from trainckpt.errors import UnusableSnapshot
+from trainckpt.errors import TierUnavailable, UnusableSnapshot
 from trainckpt.format.attempt_record import UNDECIDED, AttemptRecord
 from trainckpt.format.names import SnapshotName
-from trainckpt.snapshot.catalog import ABANDONED, NOT_COMMITTED, ancestry, find, read_catalog
+from trainckpt.snapshot.catalog import (
+    ABANDONED,
+    NOT_COMMITTED,
+    ancestry,
+    find,
+    read_catalog,
+    read_newest,
+)
 from trainckpt.storage.local import LocalTier
+from trainckpt.storage.object_store import open_object_store
 
 INF = float("inf")
 
@@ -106,3 +114,39 @@ def test_a_manifest_of_another_run_or_of_another_snapshot_is_refused(tmp_path):
     two.write_bytes(one.read_bytes())
     swapped, _ = read_catalog(tier, "run", records(None))
     assert swapped.reason.endswith("is the manifest of s1~1.1")
+
+
+def test_the_newest_usable_one_is_found_without_a_look_at_older_ones(tmp_path):
+    tier = LocalTier(tmp_path)
+    for number in range(1, 6):
+        committed(tier, f"s{number}~1.{number}")
+    written(tier, "s6~1.6")
+    shard_path(tier, "s5~1.5").write_bytes(b"short")
+    found = read_newest(tier, "run", records(None))
+    assert found == read_catalog(tier, "run", records(None))[:3]
+    assert [c.usable for c in found] == [False, False, True]
+    shard_path(tier, "s4~1.4").unlink()
+    assert [str(c.name) for c in read_newest(tier, "run", records(None)) if c.usable] == ["s3~1.3"]
+
+
+def test_the_catalog_of_a_store_is_that_of_a_directory(tmp_path, monkeypatch):
+    """A store is asked from several threads."""
+    tier = LocalTier(tmp_path, name="memory")
+    for number in range(1, 21):
+        committed(tier, f"s{number}~1.{number}")
+    written(tier, "s21~1.21")
+    shard_path(tier, "s9~1.9").write_bytes(b"short")
+    store, refused = open_object_store(f"memory://bucket/{tmp_path.name}"), []
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            store.replace(str(path.relative_to(tmp_path)), path.read_bytes())
+    assert read_catalog(store, "run", records(None)) == read_catalog(tier, "run", records(None))
+
+    def refuse(key, *, max_bytes):
+        refused.append(key)
+        raise TierUnavailable("it does not answer")
+
+    monkeypatch.setattr(store, "read", refuse)
+    with pytest.raises(TierUnavailable, match="does not answer"):
+        read_catalog(store, "run", records(None))
+    assert len(refused) < 20  # no further one is asked for after an error

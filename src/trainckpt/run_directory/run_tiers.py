@@ -75,7 +75,8 @@ def open_source(target: str) -> SnapshotSource:
     """
     run, wanted = split_target(target)
     tier = run_url.open_tier_at(run)
-    candidates = read_candidates(tier)
+    read = catalog.read_newest if wanted in (None, LATEST) else catalog.read_catalog
+    candidates = read(tier, _run_at(tier), attempt_history.read_attempts(tier))
     candidate = choose(tier, wanted, candidates)
     if candidate.manifest is None:
         raise candidate.refusal(tier.url)
@@ -90,10 +91,14 @@ def open_source(target: str) -> SnapshotSource:
 
 def read_candidates(tier: Tier) -> tuple[Candidate, ...]:
     """Return the catalog of the run at `tier`; raise `NothingToResume` if there is no run."""
+    return catalog.read_catalog(tier, _run_at(tier), attempt_history.read_attempts(tier))
+
+
+def _run_at(tier: Tier) -> str:
     run = attempt_history.run_id(tier)
     if run is None:
         raise no_run_at(tier)
-    return catalog.read_catalog(tier, run, attempt_history.read_attempts(tier))
+    return run
 
 
 def choose(tier: Tier, wanted: str | None, candidates: Sequence[Candidate]) -> Candidate:

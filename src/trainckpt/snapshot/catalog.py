@@ -21,6 +21,8 @@ from trainckpt.format import names
 from trainckpt.format.attempt_record import UNDECIDED
 from trainckpt.format.dump import DumpName
 from trainckpt.format.names import SnapshotName
+from trainckpt.storage.object_store import ObjectStoreTier
+from trainckpt.storage.worker_pool import Workers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +44,7 @@ def cached_parse() -> Parse:
     return lru_cache(maxsize=32)(partial(manifests.load, with_tensors=False))
 
 
+NUM_LOOKS = 8
 NOT_COMMITTED = "not committed: its save was interrupted"
 ABANDONED = "abandoned branch: a later attempt resumed from another snapshot"
 
@@ -101,19 +104,50 @@ def read_copies(
     """
     found: dict[SnapshotName, list[Tier]] = {}
     for tier in tiers:
-        for name in map(SnapshotName.parse, tier.list(names.SNAPSHOTS)):
-            if name is not None:
-                found.setdefault(name, []).append(tier)
+        for name in _listed(tier):
+            found.setdefault(name, []).append(tier)
     reach = ancestry(attempts, found)
     sizes = {tier.name: cache(tier.size) for tier in tiers}  # many may refer to one file
-    listed = []
-    for name in sorted(found, reverse=True):
-        looks = [
-            (t.name, look(t, run, name, reach=reach, size_of=sizes[t.name], parse=parse))
-            for t in found[name]
+    looks: dict[tuple[SnapshotName, str], Candidate] = {}
+
+    def one(name: SnapshotName, tier: Tier) -> None:
+        size_of = sizes[tier.name]
+        looks[name, tier.name] = look(tier, run, name, reach=reach, size_of=size_of, parse=parse)
+
+    # A directory answers at once; a store takes tens of milliseconds for each request.
+    at_once = NUM_LOOKS if any(isinstance(tier, ObjectStoreTier) for tier in tiers) else 1
+    with Workers(at_once, "trainckpt-look") as workers:
+        for call in [partial(one, name, tier) for name in found for tier in found[name]]:
+            if at_once == 1:
+                call()
+            else:
+                workers.submit(call)
+        workers.settle()
+    return without_remains(
+        [
+            _merged([(t.name, looks[name, t.name]) for t in found[name]], [*sizes.values()], reach)
+            for name in sorted(found, reverse=True)
         ]
-        listed.append(_merged(looks, list(sizes.values()), reach))
+    )
+
+
+def read_newest(
+    tier: Tier, run: str, attempts: Mapping[int, AttemptRecord]
+) -> tuple[Candidate, ...]:
+    """Return the snapshots of the run down to the newest usable one; as `read_catalog`."""
+    found = sorted(_listed(tier), reverse=True)
+    reach, size_of, listed = ancestry(attempts, found), cache(tier.size), list[Candidate]()
+    for name in found:
+        seen = look(tier, run, name, reach=reach, size_of=size_of, parse=manifests.load)
+        listed.append(_merged([(tier.name, seen)], [size_of], reach))
+        if seen.usable:
+            break
     return without_remains(listed)
+
+
+def _listed(tier: Tier) -> list[SnapshotName]:
+    parsed = map(SnapshotName.parse, tier.list(names.SNAPSHOTS))
+    return [name for name in parsed if name is not None]
 
 
 def without_remains(listed: Collection[Candidate]) -> tuple[Candidate, ...]:
@@ -250,12 +284,12 @@ def look(
         size_of: Returns the length of a file.
         parse: Parses a manifest's bytes.
     """
-    if tier.size(f"{name.folder}/{names.MANIFEST}") is None:
-        return Candidate(name, None, usable=False, reason=NOT_COMMITTED)
     try:
-        manifest = load_manifest(tier, run, name, parse)
+        manifest = _committed(tier, run, name, parse)
     except UnusableSnapshot as error:
         return Candidate(name, None, usable=False, reason=error.message)
+    if manifest is None:
+        return Candidate(name, None, usable=False, reason=NOT_COMMITTED)
     for key, file in _files(manifest):
         size = size_of(key)
         if size != file.num_bytes:
@@ -264,3 +298,17 @@ def look(
     if is_abandoned(name, reach):
         return Candidate(name, manifest, usable=False, reason=ABANDONED)
     return Candidate(name, manifest, usable=True)
+
+
+def _committed(tier: Tier, run: str, name: SnapshotName, parse: Parse) -> Manifest | None:
+    """Return the manifest, or None if there is none. Most are there, so none is looked for first.
+
+    Raises:
+        UnusableSnapshot: as `load_manifest`, but not for a missing one.
+    """
+    try:
+        return load_manifest(tier, run, name, parse)
+    except UnusableSnapshot:
+        if tier.size(f"{name.folder}/{names.MANIFEST}") is None:
+            return None
+    return load_manifest(tier, run, name, parse)  # committed meanwhile, or damaged
