@@ -174,13 +174,13 @@ class PhasedRestore:
         drift = ResumeDrift(
             {},
             [],
-            attributes=[each for each in self._attributes if each not in later],
-            of_callbacks=[each for each in self._of_callbacks if each not in later],
+            attributes=[name for name in self._attributes if name not in later],
+            of_callbacks=[name for name in self._of_callbacks if name not in later],
             tensors=self._registry.plain_tensors.differing(saved),
             generators=apply.generators_not_restored(self._registry, saved),
             loaders=self._registry.open_loaders.lost(saved),
-            variables=[each for each in variables.tensors if each not in later],
-            numbers=[each for each in variables.numbers if each not in later],
+            variables=[name for name in variables.tensors if name not in later],
+            numbers=[name for name in variables.numbers if name not in later],
         )
         self.to_come = False
         if evaluation or not has_loader:
@@ -249,10 +249,10 @@ class PhasedRestore:
         return ResumeDrift(
             still,
             apply.in_another_ddp(self._registry, self._hidden),
-            attributes=[each for each in self._attributes if each in not_set],
-            of_callbacks=[each for each in self._of_callbacks if each in not_set],
-            variables=[each for each in self._variables.tensors if each in not_set],
-            numbers=[each for each in self._variables.numbers if each in not_set],
+            attributes=[name for name in self._attributes if name in not_set],
+            of_callbacks=[name for name in self._of_callbacks if name in not_set],
+            variables=[name for name in self._variables.tensors if name in not_set],
+            numbers=[name for name in self._variables.numbers if name in not_set],
         )
 
     def _continue_at(self, loader: TrackedLoader | None) -> None:

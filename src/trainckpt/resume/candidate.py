@@ -204,18 +204,18 @@ def find_good_copies(
             _look(ladder.tiers, key, file, mine)
             mine["other"] |= mine["chosen"].get(key, 0) != _nearest(ladder, key)
     everyone = channel.gather("copies", mine, RANKS_TIMEOUT_S)
-    bad = [reason for each in everyone for reason in each["bad"]]
-    if any(each["lost"] for each in everyone):
-        silent = next((each["silent"] for each in everyone if each["silent"]), "")
+    bad = [reason for answer in everyone for reason in answer["bad"]]
+    if any(answer["lost"] for answer in everyone):
+        silent = next((answer["silent"] for answer in everyone if answer["silent"]), "")
         if silent:
             raise TierUnavailable(f"{silent}; other tiers: {'; '.join(bad)[:500]}")
         return None, bad
-    if not any(each["other"] for each in everyone):
+    if not any(answer["other"] for answer in everyone):
         return None, bad
     if channel.world.rank == 0:
         for reason in bad[:16]:
             logger.warning("bad copy, not used: %s", reason)
-    return {key: at for each in everyone for key, at in each["chosen"].items()}, bad
+    return {key: at for answer in everyone for key, at in answer["chosen"].items()}, bad
 
 
 def _nearest(ladder: TieredReader, key: str) -> int:
@@ -225,20 +225,20 @@ def _nearest(ladder: TieredReader, key: str) -> int:
         return -1  # it was read from nowhere
 
 
-def _look(tiers: Sequence[Tier], key: str, file: FileEntry, found: dict[str, Any]) -> None:
+def _look(tiers: Sequence[Tier], key: str, file: FileEntry, copies: dict[str, Any]) -> None:
     """Find the nearest good copy of one file, and note why others are not."""
     for number, tier in enumerate(tiers):
         try:
             why = check_file(tier, key, file)
         except TierUnavailable as error:
-            found["silent"] = why = error.message
+            copies["silent"] = why = error.message
         except TrainckptError as error:
             why = error.message
         if not why:
-            found["chosen"][key] = number
+            copies["chosen"][key] = number
             return
-        found["bad"].append(f"{key} in {tier.name}: {why}")
-    found["lost"] = True
+        copies["bad"].append(f"{key} in {tier.name}: {why}")
+    copies["lost"] = True
 
 
 @dataclass
@@ -419,11 +419,11 @@ class _Read:
 
 def _failed(error: TrainckptError, rank: int) -> dict[str, Any]:
     """Return the result of a failed rank; a reason common to several ranks stays the same."""
-    told = store.to_json(error)
+    result = store.to_json(error)
     if isinstance(error, ConfigurationError):
-        return {"kind": "mismatch", **told}
-    told["message"] = f"rank {rank}: {told['message']}"
-    return {"kind": "tier" if isinstance(error, TierUnavailable) else "unusable", **told}
+        return {"kind": "mismatch", **result}
+    result["message"] = f"rank {rank}: {result['message']}"
+    return {"kind": "tier" if isinstance(error, TierUnavailable) else "unusable", **result}
 
 
 def _must_fit(name: SnapshotName, results: list[dict[str, Any]]) -> None:

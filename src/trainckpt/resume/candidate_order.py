@@ -59,37 +59,37 @@ def choose(
     tier: Tier,
     run: str,
     before: Mapping[int, AttemptRecord],
-    found: tuple[catalog.Candidate, ...] | None = None,
+    known: tuple[catalog.Candidate, ...] | None = None,
 ) -> CandidateOrder:
     """Order the run's snapshots.
 
     Args:
         tier, run: The run directory, and the run's id.
         before: The records of all earlier attempts.
-        found: Candidates of all tiers; None: read them from the run directory.
+        known: Candidates of all tiers; None: read them from the run directory.
     """
-    found = catalog.read_catalog(tier, run, before) if found is None else found
-    refused = {str(c.name): c.reason for c in found if not c.usable}
-    usable = [c.name for c in found if c.usable]
-    refused.update(_gone(before, found))
+    known = catalog.read_catalog(tier, run, before) if known is None else known
+    refused = {str(c.name): c.reason for c in known if not c.usable}
+    usable = [c.name for c in known if c.usable]
+    refused.update(_gone(before, known))
     for number, other in before.items():
         if "damaged" in other.facts:
             logger.warning(
                 "the record of attempt %d is damaged: %s", number, other.facts["damaged"]
             )
-    if not usable and not _was_committed(before, found):
-        branch = any(c.reason == catalog.ABANDONED for c in found)
+    if not usable and not _was_committed(before, known):
+        branch = any(c.reason == catalog.ABANDONED for c in known)
         why = "nothing was committed on this branch" if branch else "nothing was ever committed"
         return CandidateOrder([], refused, why if before else "")
     for name in usable:
         if (deaths := died_on(before, str(name))) >= MOST_DEATHS:
             refused[str(name)] = f"{deaths} attempts died on it, so it is tried last"
-    inexact = {c.name for c in found if c.manifest is not None and c.manifest.not_bitwise}
+    inexact = {c.name for c in known if c.manifest is not None and c.manifest.not_bitwise}
     usable.sort(key=lambda n: (str(n) in refused, n in inexact))
     return CandidateOrder(usable, refused)
 
 
-def must_be_sealed(choice: CandidateOrder, found: Sequence[catalog.Candidate]) -> None:
+def must_be_sealed(choice: CandidateOrder, known: Sequence[catalog.Candidate]) -> None:
     """Refuse unencrypted snapshots newer than an encrypted one, for a run that encrypts.
 
     Anyone with write access to the run directory could have put one there without a key.
@@ -97,7 +97,7 @@ def must_be_sealed(choice: CandidateOrder, found: Sequence[catalog.Candidate]) -
     Raises:
         UnusableSnapshot: there is such a snapshot; it can be used only by name.
     """
-    chosen = {c.name: c.manifest for c in found if c.name in choice.candidates and c.manifest}
+    chosen = {c.name: c.manifest for c in known if c.name in choice.candidates and c.manifest}
     sealed = [name for name, manifest in chosen.items() if manifest.encryption is not None]
     for name in sorted(chosen, reverse=True):
         if name not in sealed and sealed and name > min(sealed):
@@ -150,14 +150,14 @@ def _died_by_own_error(record: AttemptRecord) -> bool:
 
 
 def _gone(
-    before: Mapping[int, AttemptRecord], found: tuple[catalog.Candidate, ...]
+    before: Mapping[int, AttemptRecord], known: tuple[catalog.Candidate, ...]
 ) -> dict[str, str]:
     """Return recorded commits newer than all existing snapshots, now missing.
 
     An older missing one was pruned, in order.
     """
-    names = {candidate.name for candidate in found}
-    newest = max((c.name for c in found if c.usable), default=None)
+    names = {candidate.name for candidate in known}
+    newest = max((c.name for c in known if c.usable), default=None)
     recorded = {
         SnapshotName.parse(record.newest_commit or ""): number for number, record in before.items()
     }
@@ -169,12 +169,12 @@ def _gone(
 
 
 def _was_committed(
-    before: Mapping[int, AttemptRecord], found: tuple[catalog.Candidate, ...]
+    before: Mapping[int, AttemptRecord], known: tuple[catalog.Candidate, ...]
 ) -> bool:
     """Return True if the newest attempt's ancestry ever held a commit, pruned or not."""
-    reach = catalog.ancestry(before, [c.name for c in found])
+    reach = catalog.ancestry(before, [c.name for c in known])
     return any(before[n].newest_commit for n in reach if n in before) or any(
         c.reason not in (catalog.NOT_COMMITTED, catalog.ABANDONED)
         and c.name.sequence <= reach.get(c.name.attempt, -1)
-        for c in found
+        for c in known
     )

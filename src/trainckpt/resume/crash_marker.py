@@ -73,7 +73,7 @@ def with_crash_outcomes(
 
     Empty files, from attempts that ended otherwise, are removed.
     """
-    found = dict(before)
+    records = dict(before)
     for name in tier.list(names.ATTEMPTS):
         match = _FAULT.fullmatch(name)
         record = before.get(int(match[1])) if match else None
@@ -87,5 +87,5 @@ def with_crash_outcomes(
                 word = tier.read(key, max_bytes=MAX_BYTES).decode(errors="replace")
                 first = word.splitlines()[0][:200] if word else ""
                 outcome = {"outcome": FAILED, "reason": f"{CRASHED}: {first}"}
-                found[record.attempt] = record.with_(outcome=outcome)
-    return found
+                records[record.attempt] = record.with_(outcome=outcome)
+    return records

@@ -60,22 +60,22 @@ class HostFetch(NamedTuple):
 
 
 def plan_passing(
-    num_files: int, hosts: Sequence[str], held: Mapping[str, Sequence[int]]
+    num_files: int, hosts: Sequence[str], in_memory: Mapping[str, Sequence[int]]
 ) -> list[HostFetch]:
     """Assign a reader and takers to each file. Pure. Files held by every host are left out.
 
     Args:
         num_files: Number of files in the snapshot.
         hosts: Host of each rank.
-        held: Host -> numbers of the files in its memory.
+        in_memory: Host -> numbers of the files in its memory.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         ranks_of.setdefault(host, []).append(rank)
     names = list(ranks_of)
-    found = []
+    fetches = []
     for number in range(num_files):
-        lacking = [host for host in names if number not in held.get(host, ())]
+        lacking = [host for host in names if number not in in_memory.get(host, ())]
         if not lacking:
             continue
         having = [host for host in names if host not in lacking]
@@ -83,8 +83,8 @@ def plan_passing(
         turn = number // len(names)
         of = {host: ranks[turn % len(ranks)] for host, ranks in ranks_of.items()}
         takers = tuple(of[host] for host in lacking if host != home)
-        found.append(HostFetch(number, of[home], takers))
-    return found
+        fetches.append(HostFetch(number, of[home], takers))
+    return fetches
 
 
 def fetch_together(
@@ -169,15 +169,15 @@ def _between_hosts(
             numbers = range(len(manifest.files))
             mine["held"] = [n for n in numbers if is_there(place, manifest, n)]
             mine["can"] = not is_directory(ladder, manifest)
-    told = channel.gather("held", mine, RANKS_TIMEOUT_S)
-    if len(hosts) > MAX_RANKS or not all(each["can"] for each in told):
+    answers = channel.gather("held", mine, RANKS_TIMEOUT_S)
+    if len(hosts) > MAX_RANKS or not all(answer["can"] for answer in answers):
         return False
     assert place is not None
     assert manifest is not None
-    held: dict[str, list[int]] = {}
-    for host, each in zip(hosts, told, strict=True):
-        held.setdefault(host, each["held"])
-    plan = plan_passing(len(manifest.files), hosts, held)
+    in_memory: dict[str, list[int]] = {}
+    for host, answer in zip(hosts, answers, strict=True):
+        in_memory.setdefault(host, answer["held"])
+    plan = plan_passing(len(manifest.files), hosts, in_memory)
     with contextlib.ExitStack() as stack:
         has, room = _make_ready(
             source=source, place=place, manifest=manifest, plan=plan, me=me, stack=stack
@@ -208,11 +208,11 @@ def _make_ready(
 ) -> tuple[list[int], dict[int, Arena]]:
     """Read this rank's files and reserve memory for incoming ones; return both."""
     room: dict[int, Arena] = {}
-    for each in plan:
-        if me in each.takers and (arena := room_for(place, manifest, each.number)) is not None:
-            room[each.number] = arena
+    for item in plan:
+        if me in item.takers and (arena := room_for(place, manifest, item.number)) is not None:
+            room[item.number] = arena
             stack.callback(arena.close)
-    own = [each.number for each in plan if each.reader == me]
+    own = [item.number for item in plan if item.reader == me]
     with contextlib.suppress(TrainckptError, OSError):
         fetch(source, place, manifest, own)
     return [n for n in own if is_there(place, manifest, n)], room
@@ -258,8 +258,8 @@ def _held(
 ) -> memoryview:
     """Return a file in this host's memory; raise `OSError` if it is gone."""
     file = manifest.files[number]
-    held = place.held(manifest.name.folder, file.name, file.content.num_bytes)
-    if held is None:
+    mapped = place.held(manifest.name.folder, file.name, file.content.num_bytes)
+    if mapped is None:
         raise OSError(f"{file.name} is no longer in memory")
-    stack.callback(held.close)
-    return held.data
+    stack.callback(mapped.close)
+    return mapped.data

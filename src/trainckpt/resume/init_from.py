@@ -39,11 +39,11 @@ def read_initial(target: str, registry: Registry, channel: RankStore) -> Initial
     Raises:
         NothingToResume, UnusableSnapshot, StateMismatch, ConfigurationError: on every rank alike.
     """
-    found: list[SelectiveLoad] = []
+    loads: list[SelectiveLoad] = []
 
     def read() -> str:
         contents = Contents(open_source(target))
-        found.append(read_into(contents, _objects(contents, registry), (), channel.world))
+        loads.append(read_into(contents, _objects(contents, registry), (), channel.world))
         return str(contents.source)
 
     named = gather_or_raise(channel, "initial weights", read, RANKS_TIMEOUT_S)
@@ -52,7 +52,7 @@ def read_initial(target: str, registry: Registry, channel: RankStore) -> Initial
             f"init_from={target!r} names different snapshots on the ranks: {sorted(set(named))}",
             hint="name the snapshot (RUN@NAME), in a directory shared by all hosts",
         )
-    return InitialWeights(named[0], found[0])
+    return InitialWeights(named[0], loads[0])
 
 
 def _objects(contents: Contents, registry: Registry) -> dict[str, Any]:

@@ -56,14 +56,14 @@ def said_by_objects(registry: Registry, beginning: ResumePoint) -> list[Restored
     saved = beginning.saved
     if saved is None:
         return []
-    found = _not_kept("random generators", apply.rng_not_put_back(registry, saved))
+    parts = _not_kept("random generators", apply.rng_not_put_back(registry, saved))
     tracked: list[OptimizerState | GenericState] = [*registry.optimizers, *registry.generics]
-    for each in tracked:
-        found += each.restored(saved)
+    for item in tracked:
+        parts += item.restored(saved)
     for name in saved.values.get(LOADERS, ()):  # including loaders not registered yet
         state = saved.decode(saved.values[name])
-        found += loader_states.restored(name, state, in_place=saved.exact)
-    return found
+        parts += loader_states.restored(name, state, in_place=saved.exact)
+    return parts
 
 
 def said_after_loading(registry: Registry, beginning: ResumePoint) -> list[Restored]:
@@ -71,12 +71,12 @@ def said_after_loading(registry: Registry, beginning: ResumePoint) -> list[Resto
     saved = beginning.saved
     if saved is None:
         return []
-    return [part for each in registry.generics for part in each.compare(saved)]
+    return [part for item in registry.generics for part in item.compare(saved)]
 
 
-def not_deterministic(here: Mapping[str, Any]) -> list[Restored]:
+def not_deterministic(facts: Mapping[str, Any]) -> list[Restored]:
     """Return the nondeterministic settings in a fingerprint."""
-    return _not_kept("determinism", fingerprint.not_deterministic(here))
+    return _not_kept("determinism", fingerprint.not_deterministic(facts))
 
 
 def of_all_ranks(channel: RankStore, own: Sequence[Restored]) -> list[Restored]:
@@ -84,12 +84,12 @@ def of_all_ranks(channel: RankStore, own: Sequence[Restored]) -> list[Restored]:
 
     Every rank calls it. A part that rank 0 lacks names its rank.
     """
-    found: dict[Restored, int] = {}
+    first_rank: dict[Restored, int] = {}
     everyone = channel.gather("not exact", [part.to_json() for part in own], RANKS_TIMEOUT_S)
     for rank, parts in enumerate(everyone):
         for part in map(Restored.from_json, parts):
-            found.setdefault(part, rank)
-    return [replace(part, rank=rank) if rank else part for part, rank in found.items()]
+            first_rank.setdefault(part, rank)
+    return [replace(part, rank=rank) if rank else part for part, rank in first_rank.items()]
 
 
 def other_state(beginning: ResumePoint, own_objects: Sequence[str]) -> list[Restored]:
@@ -104,65 +104,65 @@ def other_state(beginning: ResumePoint, own_objects: Sequence[str]) -> list[Rest
         return []
     left = saved.left
     excluded = [f"excluded, so left as the script made them: {_some(left)}"] if left else []
-    found = _not_kept("excluded tensors", excluded)
+    parts = _not_kept("excluded tensors", excluded)
     if beginning.manifest is not None:
-        found += _not_kept("ranks that died", beginning.manifest.not_bitwise)
-    found += _not_kept("DDP", apply.not_kept_of_ddp(saved))
+        parts += _not_kept("ranks that died", beginning.manifest.not_bitwise)
+    parts += _not_kept("DDP", apply.not_kept_of_ddp(saved))
     then, now = saved.worlds
     if saved.exact or (then == now and beginning.manifest and beginning.manifest.lost):
-        return found
-    found += _not_kept("layout", ["the tensors lie over the ranks in another way"])
+        return parts
+    parts += _not_kept("layout", ["the tensors lie over the ranks in another way"])
     if beginning.rewound:
         why = [f"the window of {beginning.rewound} micro-batches so far begins anew"]
         if own_objects:
             why.append(f"inside that window still, not at its start: {_some(own_objects)}")
-        found += _not_kept("window", why)
+        parts += _not_kept("window", why)
     if then != now:
         why = [f"{now} ranks instead of {then}: the global batch may change with them"]
         if apart := _of_each_rank(beginning):
             what = f"{now} of {then} go on" if now < then else "new ranks take another's"
             why.append(f"each rank had its own, {what}: {_some(apart)}")
-        found += _not_kept("ranks", why)
-    return found
+        parts += _not_kept("ranks", why)
+    return parts
 
 
 def seen_since(otherwise: ResumeDrift) -> list[Restored]:
     """Return the differences seen once training has gone on."""
-    found = _not_kept("requires_grad", other_gradients(otherwise.gradients))
+    parts = _not_kept("requires_grad", other_gradients(otherwise.gradients))
     if otherwise.wrappers:
         why = (
             "in another DDP than the resume could put back what the saved one kept to "
             f"itself: {_some(otherwise.wrappers)} (wrap it as it was when it was saved, "
             "before the first batch is asked for)"
         )
-        found += _not_kept("DDP", [why])
+        parts += _not_kept("DDP", [why])
     if otherwise.attributes:
         why = (
             f"in no state_dict, so not as when it was saved: {_some(otherwise.attributes)} "
             f"({attributes.hint(otherwise.attributes)}, or let the script set them)"
         )
-        found += _not_kept("attributes", [why])
+        parts += _not_kept("attributes", [why])
     if otherwise.of_callbacks:
         hint = attributes.hint(otherwise.of_callbacks, of_callbacks=True)
         why = (
             "of callbacks, in no state_dict, so not as when it was saved: "
             f"{_some(otherwise.of_callbacks)} ({hint})"
         )
-        found += _not_kept("attributes", [why])
+        parts += _not_kept("attributes", [why])
     if otherwise.tensors:
         why = (
             "too large to be kept, or a named tuple of an unknown class, and not as when it was "
             f"saved: {_some(otherwise.tensors)} "
             f"({plain_tensors.HINT})"
         )
-        found += _not_kept("attributes", [why])
+        parts += _not_kept("attributes", [why])
     if otherwise.loaders:
         why = (
             "DataLoaders were partly read, not through ckpt.loader: "
             f"{_some(otherwise.loaders)}; the script begins their passes again. Pass them as "
             "loader=[a, b], and iterate ckpt.loader(a)"
         )
-        found += _not_kept("untracked loaders", [why])
+        parts += _not_kept("untracked loaders", [why])
     if otherwise.variables:
         why = (
             "variables of the script are not restored, and these are not as when it was saved: "
@@ -171,12 +171,12 @@ def seen_since(otherwise: ResumeDrift) -> list[Restored]:
             "trainckpt.Attributes; count steps by ckpt.cursor.step; let a generator of data loop "
             "over ckpt.loader(...), or begin it at ckpt.cursor"
         )
-        found += _not_kept("variables", [why])
+        parts += _not_kept("variables", [why])
     if otherwise.generators:
         names = _some(otherwise.generators)
         why = f"these names do not hold the saved generators: {names}"
-        found += _not_kept("random generators", [why])
-    return found
+        parts += _not_kept("random generators", [why])
+    return parts
 
 
 def other_gradients(changed: Mapping[str, bool]) -> list[str]:
@@ -185,10 +185,10 @@ def other_gradients(changed: Mapping[str, bool]) -> list[str]:
     trained = [name for name, was_frozen in changed.items() if was_frozen]
     frozen = changed.keys() - set(trained)
     set_by = "a resume sets no requires_grad, and the script set it otherwise before the stop"
-    found = [f"frozen now, trained when it was saved: {_some(frozen)} ({set_by})"] if frozen else []
+    lines = [f"frozen now, trained when it was saved: {_some(frozen)} ({set_by})"] if frozen else []
     if trained:
-        found.append(f"trained now, frozen when it was saved: {_some(trained)} ({set_by})")
-    return found
+        lines.append(f"trained now, frozen when it was saved: {_some(trained)} ({set_by})")
+    return lines
 
 
 def _not_kept(name: str, sentences: Sequence[str]) -> list[Restored]:

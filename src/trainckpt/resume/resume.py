@@ -181,20 +181,20 @@ def begin(
     if run is not None and mode != "never":
         scavenge(tier, channel, run, seats)
     facts = {**launch.describe([(host, pid) for host, pid, _ in everyone]), "place": can}
-    told = gather_or_raise(
+    agreed = gather_or_raise(
         channel, "begin", lambda: _look(reach, channel, run, facts, mode), RANKS_TIMEOUT_S
     )[0]
-    record = AttemptRecord(told["attempt"], facts=facts)
+    record = AttemptRecord(agreed["attempt"], facts=facts)
     on_claimed(record)
-    beginning = ResumePoint(told["run"], record, why_fresh=told["why_fresh"])
+    beginning = ResumePoint(agreed["run"], record, why_fresh=agreed["why_fresh"])
     try:
-        tiers = reach.open(told["tiers"])
+        tiers = reach.open(agreed["tiers"])
         return _try_in_order(
             tiers=tiers,
             channel=channel,
             registry=registry,
             beginning=beginning,
-            told=told,
+            agreed=agreed,
             opener=reach.opener,
         )
     except BaseException as error:
@@ -210,16 +210,16 @@ def record_parent(
 
     With no recorded parent, a later attempt would take an abandoned branch for its ancestry.
     """
-    told: dict[str, Any] = {"ok": True}
+    result: dict[str, Any] = {"ok": True}
     try:
         record_writer.change(
             must=True, parent=parent, facts={**record_writer.record.facts, **facts}
         )
     except TrainckptError as error:
-        told = {"error": store.to_json(error)}
-    told = channel.gather("parent recorded", told, RANKS_TIMEOUT_S)[0]
-    if "error" in told:
-        raise store.from_json(told["error"])
+        result = {"error": store.to_json(error)}
+    result = channel.gather("parent recorded", result, RANKS_TIMEOUT_S)[0]
+    if "error" in result:
+        raise store.from_json(result["error"])
 
 
 def _compare_lengths(channel: RankStore, registry: Registry) -> None:
@@ -286,14 +286,14 @@ def _choose(
     if mode == "never":
         return choices.CandidateOrder(why_fresh="resume='never'")
     wanted = os.environ.get(AT_VARIABLE)
-    found = reach.candidates(run, before)
+    known = reach.candidates(run, before)
     if not wanted:
-        reach.must_not_miss(found, before)
-        choice = choices.choose(reach.run_tier, run, before, found)
+        reach.must_not_miss(known, before)
+        choice = choices.choose(reach.run_tier, run, before, known)
         if reach.encrypts:
-            choices.must_be_sealed(choice, found)
+            choices.must_be_sealed(choice, known)
         return choice
-    chosen = catalog.find(found, wanted, reach.run_tier.url)
+    chosen = catalog.find(known, wanted, reach.run_tier.url)
     if chosen.manifest is None:
         raise UnusableSnapshot(
             f"{chosen.name}: {chosen.reason}",
@@ -344,11 +344,11 @@ def _try_in_order(
     channel: RankStore,
     registry: Registry,
     beginning: ResumePoint,
-    told: dict[str, Any],
+    agreed: dict[str, Any],
     opener: KeyRing,
 ) -> ResumePoint:
-    refused = dict(told["refused"])
-    names = [SnapshotName.parse(text) for text in told["candidates"]]
+    refused = dict(agreed["refused"])
+    names = [SnapshotName.parse(text) for text in agreed["candidates"]]
     tier = tiers[0]
     memory = SharedMemoryDir.of(tier.url)
     hosts = beginning.record.facts["hosts"]
@@ -368,18 +368,18 @@ def _try_in_order(
             opener=opener,
         )
         if not read.reasons:
-            lost = told["lost"].get(str(name))
-            found = replace(
+            lost = agreed["lost"].get(str(name))
+            begun = replace(
                 beginning,
                 manifest=read.manifest,
                 saved=read.saved,
                 reader=read.reader,
                 refused=refused,
             )
-            return replace(found, lost=None if lost is None else lost + found.rewound)
+            return replace(begun, lost=None if lost is None else lost + begun.rewound)
         refused[str(name)] = "; ".join(read.reasons)
     excused = (catalog.NOT_COMMITTED, catalog.ABANDONED)
     is_serious = any(reason not in excused for reason in refused.values())
-    if names or (is_serious and not told["why_fresh"]):
+    if names or (is_serious and not agreed["why_fresh"]):
         raise NoUsableSnapshot(tier.url, refused)
     return replace(beginning, refused=refused)

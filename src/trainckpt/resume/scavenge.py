@@ -114,15 +114,15 @@ def scavenge(
     place = SharedMemoryDir.found(tier.url) if channel.world.rank in leaders(seats) else None
     with _alone(place, alone_within_s) as is_alone:
         mine = {"snapshots": _snapshots(place), "is_alone": is_alone}
-        told = channel.gather("held", mine, RANKS_TIMEOUT_S)
-        if busy := [seats[rank].host for rank, each in enumerate(told) if not each["is_alone"]]:
+        answers = channel.gather("held", mine, RANKS_TIMEOUT_S)
+        if busy := [seats[r].host for r, answer in enumerate(answers) if not answer["is_alone"]]:
             raise TierUnavailable(
                 f"another process still copies snapshots from memory on {', '.join(busy)} to "
                 f"{tier.url}; two must not write the same files",
                 hint="wait for it or end it; most likely it is `trainckpt run` of the last attempt",
             )
-        held = [each["snapshots"] for each in told]
-        return _newest(tier, channel, run, held, place) if any(held) else None
+        snapshots = [answer["snapshots"] for answer in answers]
+        return _newest(tier, channel, run, snapshots, place) if any(snapshots) else None
 
 
 @contextlib.contextmanager
@@ -156,17 +156,17 @@ def _newest(
     tier: Tier,
     channel: RankStore,
     run: str,
-    held: Sequence[Sequence[str]],
+    snapshots: Sequence[Sequence[str]],
     place: SharedMemoryDir | None,
 ) -> SnapshotName | None:
-    texts = sorted({text for each in held for text in each})
+    texts = sorted({text for of_rank in snapshots for text in of_rank})
     wanted = gather_or_raise(
         channel, "wanted", lambda: _wanted(tier, channel, run, texts), RANKS_TIMEOUT_S
     )[0]
     for text in wanted:
         name = SnapshotName.parse(text)
         assert name is not None
-        holders = [rank for rank, each in enumerate(held) if text in each]
+        holders = [rank for rank, of_rank in enumerate(snapshots) if text in of_rank]
         try:
             _bring(
                 tier=tier,
@@ -195,8 +195,8 @@ def _snapshots(place: SharedMemoryDir | None) -> list[str]:
     folders = [
         f for f in place.folders() if replica_slots.MANIFEST in replica_slots.files(place, f)
     ]
-    found = (SnapshotName.parse(folder.rpartition("/")[2]) for folder in folders)
-    return [str(name) for name in sorted(name for name in found if name)[-MOST:]]
+    parsed = (SnapshotName.parse(folder.rpartition("/")[2]) for folder in folders)
+    return [str(name) for name in sorted(name for name in parsed if name)[-MOST:]]
 
 
 def _wanted(tier: Tier, channel: RankStore, run: str, texts: Sequence[str]) -> list[str]:
@@ -205,10 +205,10 @@ def _wanted(tier: Tier, channel: RankStore, run: str, texts: Sequence[str]) -> l
         return []
     before = attempt_records.read_attempts(tier)
     committed = [c.name for c in catalog.read_catalog(tier, run, before) if c.usable]
-    found = [name for name in map(SnapshotName.parse, texts) if name is not None]
-    reach = catalog.ancestry(before, [*committed, *found])
+    in_memory = [name for name in map(SnapshotName.parse, texts) if name is not None]
+    reach = catalog.ancestry(before, [*committed, *in_memory])
     newest = max(committed, default=None)
-    newer = [n for n in found if newest is None or n > newest]
+    newer = [n for n in in_memory if newest is None or n > newest]
     return [str(n) for n in sorted(newer, reverse=True) if n.sequence <= reach.get(n.attempt, -1)]
 
 
@@ -227,8 +227,8 @@ def _bring(
     manifest = _manifest(channel, run, name, place, holders[0])
     mine = _verified(place, manifest) if place is not None else ScavengedCopy()
     with mine.close:
-        told = channel.gather("verified", mine.to_json(), RANKS_TIMEOUT_S)
-        where = _whereabouts(manifest, told, holders)
+        answers = channel.gather("verified", mine.to_json(), RANKS_TIMEOUT_S)
+        where = _whereabouts(manifest, answers, holders)
         if where.sets:
             _must(
                 channel,
@@ -239,7 +239,7 @@ def _bring(
                     where=where,
                     mine=mine,
                     place=place,
-                    told=told,
+                    answers=answers,
                 ),
             )
         _must(channel, "written", lambda: _write(tier, manifest, where, mine, rank))
@@ -257,7 +257,7 @@ def _must(channel: RankStore, key: str, call: Any) -> None:
         call()
     except (TrainckptError, OSError) as error:
         why = f"rank {channel.world.rank}: {getattr(error, 'message', error)}"
-    reasons = [each for each in channel.gather(key, why, RANKS_TIMEOUT_S) if each]
+    reasons = [reason for reason in channel.gather(key, why, RANKS_TIMEOUT_S) if reason]
     if reasons:
         raise _Refused("; ".join(reasons)[:500])
 
@@ -282,50 +282,50 @@ def _manifest(
 
 def _verified(place: SharedMemoryDir, manifest: Manifest) -> ScavengedCopy:
     """Return this host's parts that agree with the manifest or their own header."""
-    found, folder = ScavengedCopy(), manifest.name.folder
+    own, folder = ScavengedCopy(), manifest.name.folder
     numbers = {_called(manifest, rank): rank for rank in range(manifest.world)}
     for file in replica_slots.files(place, folder):
-        held = place.held(folder, file)
-        if held is None:
+        mapped = place.held(folder, file)
+        if mapped is None:
             continue
-        found.close.callback(held.close)
-        rank, data = numbers.get(file), held.data
+        own.close.callback(mapped.close)
+        rank, data = numbers.get(file), mapped.data
         if rank is not None:
             data = data[: manifest.files[rank].num_bytes]  # an arena may be longer
         if rank is not None and is_file(data, manifest.files[rank]):
-            found.files[rank] = data
+            own.files[rank] = data
         elif parity_file.is_file_name(file):
             with contextlib.suppress(UnusableSnapshot):
-                found.parities.append(read_parity(data, file))
-    return found
+                own.parities.append(read_parity(data, file))
+    return own
 
 
 def _whereabouts(
-    manifest: Manifest, told: Sequence[dict[str, Any]], holders: Sequence[int]
+    manifest: Manifest, answers: Sequence[dict[str, Any]], holders: Sequence[int]
 ) -> CopyLocations:
     """Locate the parts. Pure. Raise `_Refused` if too much is lost."""
     files: dict[int, int] = {}
-    for holder, each in enumerate(told):
-        for rank in each["files"]:
+    for holder, answer in enumerate(answers):
+        for rank in answer["files"]:
             files.setdefault(rank, holder)
     lost = sorted(set(range(manifest.world)) - set(files))
-    sets = [left for left in _sets(manifest, told, files) if left.lost]
-    found = {left.coded.members[place] for left in sets for place in left.lost if left.is_enough}
-    if missing := [rank for rank in lost if rank not in found]:
+    sets = [left for left in _sets(manifest, answers, files) if left.lost]
+    rebuilt = {left.coded.members[place] for left in sets for place in left.lost if left.is_enough}
+    if missing := [rank for rank in lost if rank not in rebuilt]:
         raise _Refused(
             f"the files of rank {', '.join(map(str, missing[:20]))} are lost, and too few others "
             "are left to rebuild them"
         )
-    empty = [rank for rank in holders if not told[rank]["files"]]
+    empty = [rank for rank in holders if not answers[rank]["files"]]
     return CopyLocations(files, sets, (empty or list(holders))[0])
 
 
 def _sets(
-    manifest: Manifest, told: Sequence[dict[str, Any]], files: Mapping[int, int]
+    manifest: Manifest, answers: Sequence[dict[str, Any]], files: Mapping[int, int]
 ) -> list[SetState]:
     keepers: dict[tuple[Any, ...], dict[int, int]] = {}
-    for holder, each in enumerate(told):
-        for head in each["parities"]:
+    for holder, answer in enumerate(answers):
+        for head in answer["parities"]:
             key = (
                 head["number"],
                 tuple(head["members"]),
@@ -334,7 +334,7 @@ def _sets(
                 head["chunk_bytes"],
             )
             keepers.setdefault(key, {}).setdefault(head["place"], holder)
-    found = []
+    sets = []
     for (_, members, num_own, num_parity, chunk_bytes), parities in sorted(keepers.items()):
         coded = CodedSet(members, num_own, num_parity)
         if max(members) >= manifest.world:
@@ -342,8 +342,8 @@ def _sets(
         sizes = [manifest.files[r].num_bytes if p < num_own else 0 for p, r in enumerate(members)]
         if coded.chunk_bytes(max(sizes)) == chunk_bytes:
             there = {p: files[r] for p, r in enumerate(members) if sizes[p] and r in files}
-            found.append(SetState(coded, sizes, there, parities))
-    return found
+            sets.append(SetState(coded, sizes, there, parities))
+    return sets
 
 
 def _rebuild(
@@ -353,20 +353,20 @@ def _rebuild(
     where: CopyLocations,
     mine: ScavengedCopy,
     place: SharedMemoryDir | None,
-    told: Sequence[dict[str, Any]],
+    answers: Sequence[dict[str, Any]],
 ) -> None:
-    members = [r for r, each in enumerate(told) if each["files"] or each["parities"]]
+    members = [r for r, answer in enumerate(answers) if answer["files"] or answer["parities"]]
     members = sorted({*members, where.rebuilder})
     rank = channel.world.rank
     if rank not in members:
         return
     places = {member: number for number, member in enumerate(members)}
     group = Exchange(channel, "group", members, EXCHANGE_S) if len(members) > 1 else None
-    for told_of in where.sets:
-        coded = told_of.coded
-        files = {p: places[r] for p, r in told_of.files.items()}
+    for coded_set in where.sets:
+        coded = coded_set.coded
+        files = {p: places[r] for p, r in coded_set.files.items()}
         left = SetState(
-            coded, told_of.sizes, files, {p: places[r] for p, r in told_of.parities.items()}
+            coded, coded_set.sizes, files, {p: places[r] for p, r in coded_set.parities.items()}
         )
         stock = LocalParts(
             places[rank],

@@ -95,11 +95,11 @@ class WeightCheck:
         """Record or compare the weights as they are after `step` steps. Training thread."""
         is_to_record = step >= self._record_at
         if is_to_record or step in self._expected:
-            found = weight_digest(model.module for model in self._registry.models)
-            if found and step in self._expected:
-                self._compare(step, found)
-            if found and is_to_record:
-                self._recorded[str(step)] = found
+            of_weights = weight_digest(model.module for model in self._registry.models)
+            if of_weights and step in self._expected:
+                self._compare(step, of_weights)
+            if of_weights and is_to_record:
+                self._recorded[str(step)] = of_weights
                 self._recorded = dict(list(self._recorded.items())[-_KEPT:])
                 self._writes.request(self._recorded)
         while self._record_at <= step:
@@ -111,8 +111,8 @@ class WeightCheck:
         to_compare = (at for at in self._expected if at > step)
         self.due_step = min(self._record_at, next(to_compare, _NEVER))
 
-    def _compare(self, step: int, found: str) -> None:
-        if found != self._expected[step]:
+    def _compare(self, step: int, of_weights: str) -> None:
+        if of_weights != self._expected[step]:
             self._expected = {}
             if self._report.exactness.reasons:
                 return  # known to be inexact
@@ -171,8 +171,8 @@ def recorded_digests(tier: Tier, attempt: int, after_step: int) -> dict[int, str
     table = record.facts.get(FACT)
     steps = table.items() if isinstance(table, dict) else ()
     return {
-        int(step): str(found)
-        for step, found in steps
+        int(step): str(recorded)
+        for step, recorded in steps
         if len(step) < _DIGITS and step.isascii() and step.isdecimal() and int(step) > after_step
     }
 
@@ -185,9 +185,9 @@ def weight_digest(models: Iterable[nn.Module]) -> str:
     changing = [tensor for model in models for tensor in _changing(model)]
     chosen = changing[:: -(-len(changing) // _TENSORS)] if changing else []
     by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for held in map(dtensor.local, chosen):
-        if type(held) is torch.Tensor and held.layout is torch.strided:
-            by_device.setdefault(held.device, []).append(_first_row(held))
+    for part in map(dtensor.local, chosen):
+        if type(part) is torch.Tensor and part.layout is torch.strided:
+            by_device.setdefault(part.device, []).append(_first_row(part))
     together = [torch.cat(rows).cpu() for rows in by_device.values()]
     return digest(b"".join(rows.numpy().tobytes() for rows in together)) if together else ""
 

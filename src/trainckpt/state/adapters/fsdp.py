@@ -71,24 +71,24 @@ def differences(module: nn.Module, name: str, tree: dict[str, Any] | None) -> li
     Raises:
         UnusableSnapshot: `tree` is not made by `capture`.
     """
-    then = _held_then(tree or {})
+    then = _params_then(tree or {})
     known = paths(module)
     now = {
-        path: [sorted(held_by_path(group, known)) for group in groups(unit)]
+        path: [sorted(params_by_path(group, known)) for group in groups(unit)]
         for path, unit in units(module).items()
     }
     full = {path: f"{name}/{path}" if path else name for path in then.keys() | now.keys()}
-    found = [f"{full[path]} was sharded by itself, is not now" for path in then.keys() - now]
-    found += [f"{full[path]} is sharded by itself now, was not" for path in now.keys() - then]
-    found += [
+    lines = [f"{full[path]} was sharded by itself, is not now" for path in then.keys() - now]
+    lines += [f"{full[path]} is sharded by itself now, was not" for path in now.keys() - then]
+    lines += [
         f"{full[path]} was sharded together with other parameters than now"
         for path in then.keys() & now.keys()
         if then[path] != now[path]
     ]
-    return sorted(found)
+    return sorted(lines)
 
 
-def _held_then(tree: Any) -> dict[str, list[list[str]]]:
+def _params_then(tree: Any) -> dict[str, list[list[str]]]:
     """Return unit -> for each group, its parameters."""
     what = "the state of FSDP2"
     if not isinstance(tree, dict):
@@ -108,18 +108,18 @@ def apply(module: nn.Module, tree: dict[str, Any] | None, saved: Saved) -> None:
     Units gathered then are gathered once, so that unsharded parameters exist. No others are: torch
     takes missing unsharded parameters as unused by any forward.
     """
-    here = units(module)
+    live = units(module)
     for path, then in (tree or {}).items():
-        for group in groups(here[path]):
+        for group in groups(live[path]):
             group.wait_for_unshard()  # a pending gather has the earlier parameters
             rest_group(group)
-        if then["gathered"] and not gathered(here[path]):
-            here[path].unshard()
-            here[path].reshard()
+        if then["gathered"] and not gathered(live[path]):
+            live[path].unshard()
+            live[path].reshard()
     known = paths(module)
     for path, then in (tree or {}).items():
-        here[path]._get_fsdp_state()._state_ctx.is_last_backward = then["last_backward"]
-        for group, group_then in zip(groups(here[path]), then["groups"], strict=True):
+        live[path]._get_fsdp_state()._state_ctx.is_last_backward = then["last_backward"]
+        for group, group_then in zip(groups(live[path]), then["groups"], strict=True):
             _apply_group(group, known, group_then, saved)
 
 
@@ -133,31 +133,31 @@ def gradient_bytes(module: nn.Module) -> tuple[int, int]:
     for unit in units(module).values():
         for group in groups(unit):
             policy = group.mp_policy
-            for held in group.fsdp_params:
-                if not held.sharded_param.requires_grad:
+            for fsdp_param in group.fsdp_params:
+                if not fsdp_param.sharded_param.requires_grad:
                     continue
-                dtype = policy.reduce_dtype or policy.param_dtype or held.sharded_param.dtype
-                whole = held._orig_size.numel() * dtype.itemsize
+                dtype = policy.reduce_dtype or policy.param_dtype or fsdp_param.sharded_param.dtype
+                whole = fsdp_param._orig_size.numel() * dtype.itemsize
                 possible += whole
                 if not group.reduce_grads:
                     coming += whole
                 elif not group.all_reduce_grads and group.mesh_info.replicate_mesh_dim is not None:
-                    coming += held.padded_sharded_param_size.numel() * dtype.itemsize
+                    coming += fsdp_param.padded_sharded_param_size.numel() * dtype.itemsize
     return coming, possible
 
 
 def _capture_group(group: Any, known: dict[int, str], prefix: str, out: Captured) -> dict[str, Any]:
-    held, partial = held_by_path(group, known), group._partial_reduce_output
-    name = f"{prefix}/{next(iter(held), '')}#partial"  # by its first parameter
+    fsdp_params, partial = params_by_path(group, known), group._partial_reduce_output
+    name = f"{prefix}/{next(iter(fsdp_params), '')}#partial"  # by its first parameter
     return {
         "flags": {flag: bool(getattr(group, flag)) for flag in FLAGS},
         "gradients": {
             path: {
                 kind: _capture_gradient(gradient, f"{prefix}/{path}#{kind}", out)
-                for kind, gradient in _gradients(one).items()
+                for kind, gradient in _gradients(fsdp_param).items()
                 if gradient is not None
             }
-            for path, one in held.items()
+            for path, fsdp_param in fsdp_params.items()
         },
         "partial": None if partial is None else out.add(name, partial),
     }
@@ -168,20 +168,20 @@ def _apply_group(group: Any, known: dict[int, str], then: dict[str, Any], saved:
         setattr(group, flag, then["flags"][flag])
     node = then["partial"]
     group._partial_reduce_output = None if node is None else saved.tensor(node, group.device)
-    for path, held in held_by_path(group, known).items():
+    for path, fsdp_param in params_by_path(group, known).items():
         nodes = then["gradients"][path]
-        unsharded = getattr(held, "_unsharded_param", None)
+        unsharded = getattr(fsdp_param, "_unsharded_param", None)
         made = {kind: _saved_gradient(node, unsharded, saved) for kind, node in nodes.items()}
         if unsharded is not None:
             unsharded.grad = made.get("unsharded")
-        held.unsharded_accumulated_grad = made.get("accumulated")
+        fsdp_param.unsharded_accumulated_grad = made.get("accumulated")
 
 
-def _gradients(held: Any) -> dict[str, torch.Tensor | None]:
-    unsharded = getattr(held, "_unsharded_param", None)
+def _gradients(fsdp_param: Any) -> dict[str, torch.Tensor | None]:
+    unsharded = getattr(fsdp_param, "_unsharded_param", None)
     return {
         "unsharded": None if unsharded is None else unsharded.grad,
-        "accumulated": held.unsharded_accumulated_grad,
+        "accumulated": fsdp_param.unsharded_accumulated_grad,
     }
 
 
@@ -189,8 +189,8 @@ def _local(gradient: Any) -> torch.Tensor:
     """Return this rank's part; with tensor parallelism underneath, gradients are DTensors."""
     local = getattr(gradient, "_local_tensor", gradient)
     wait = getattr(local, "wait", None)  # of a tensor still being communicated
-    found: torch.Tensor = local if wait is None else wait()
-    return found
+    waited: torch.Tensor = local if wait is None else wait()
+    return waited
 
 
 def _capture_gradient(gradient: Any, path: str, out: Captured) -> dict[str, Any]:
@@ -288,9 +288,9 @@ def self_test(module: nn.Module, name: str) -> None:
             missing.update(_gone(state, ("_fsdp_param_group",)))
         for group in groups(unit):
             missing.update(_gone(group, _GROUP_NAMES))
-            for held in getattr(group, "fsdp_params", ()):
-                missing.update(_gone(held, _PARAM_NAMES))
-                missing.update(_gone(getattr(held, "_module_info", None), _INFO_NAMES))
+            for fsdp_param in getattr(group, "fsdp_params", ()):
+                missing.update(_gone(fsdp_param, _PARAM_NAMES))
+                missing.update(_gone(getattr(fsdp_param, "_module_info", None), _INFO_NAMES))
     if missing:
         raise ConfigurationError(
             f"{name}: torch {torch.__version__} no longer has {', '.join(missing)}, so FSDP2's "
@@ -342,26 +342,26 @@ def rest_group(group: Any) -> None:
     """Put one group's sharded parameters into the modules, and wait for their gradients."""
     if group._post_reduce_event is not None:  # torch itself waits at the last backward only
         group.device_handle.current_stream().wait_event(group._post_reduce_event)
-    for held in group.fsdp_params:
-        if held.grad_offload_event is not None:
-            held.grad_offload_event.synchronize()
+    for fsdp_param in group.fsdp_params:
+        if fsdp_param.grad_offload_event is not None:
+            fsdp_param.grad_offload_event.synchronize()
     group._to_sharded()  # `reshard` skips a group after an incomplete forward
 
 
 def units(module: nn.Module) -> dict[str, Any]:
     """Return plain path -> module for each unit; modules sharded together share their state."""
-    found: dict[int, tuple[str, Any]] = {}
+    by_state: dict[int, tuple[str, Any]] = {}
     for path, part in _sharded_parts(module):
-        found.setdefault(id(part._get_fsdp_state()), (plain_path(path), part))
-    return dict(found.values())
+        by_state.setdefault(id(part._get_fsdp_state()), (plain_path(path), part))
+    return dict(by_state.values())
 
 
 def groups(unit: Any) -> list[Any]:
     """Return the groups of a unit; a unit without parameters of its own has none."""
     state = unit._get_fsdp_state()
-    found = getattr(state, "_fsdp_param_groups", None)
-    found = [getattr(state, "_fsdp_param_group", None)] if found is None else found
-    return [group for group in found if group is not None]
+    several = getattr(state, "_fsdp_param_groups", None)
+    several = [getattr(state, "_fsdp_param_group", None)] if several is None else several
+    return [group for group in several if group is not None]
 
 
 def gathered(unit: Any) -> bool:
@@ -374,30 +374,30 @@ def paths(module: nn.Module) -> dict[int, str]:
     return {id(parameter): plain_path(path) for path, parameter in parameters(module)}
 
 
-def held_by_path(group: Any, known: dict[int, str]) -> dict[str, Any]:
+def params_by_path(group: Any, known: dict[int, str]) -> dict[str, Any]:
     """Return plain path -> torch's record of a parameter, in the group's reduction order."""
-    found = ((known.get(id(_sharded(group, held))), held) for held in group.fsdp_params)
-    return {path: held for path, held in found if path is not None}
+    pairs = ((known.get(id(_sharded(group, param))), param) for param in group.fsdp_params)
+    return {path: param for path, param in pairs if path is not None}
 
 
-def _sharded(group: Any, held: Any) -> Any:
+def _sharded(group: Any, fsdp_param: Any) -> Any:
     """Return the sharded parameter; before the first gather torch has not noted a replaced one."""
     if group._reset_sharded_params:
-        return held.sharded_param
-    return held._module_info.module._parameters.get(held._module_info.param_name)
+        return fsdp_param.sharded_param
+    return fsdp_param._module_info.module._parameters.get(fsdp_param._module_info.param_name)
 
 
 def _sharded_by_place(module: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
     """Return (id(module), key) -> the sharded parameter of that place."""
-    found: dict[tuple[int, str], nn.Parameter] = {}
+    by_place: dict[tuple[int, str], nn.Parameter] = {}
     for unit in units(module).values():
         for group in groups(unit):
-            for held in group.fsdp_params:
-                info, parameter = held._module_info, _sharded(group, held)
-                found[id(info.module), info.param_name] = parameter
+            for fsdp_param in group.fsdp_params:
+                info, parameter = fsdp_param._module_info, _sharded(group, fsdp_param)
+                by_place[id(info.module), info.param_name] = parameter
                 for other, key in zip(info.shared_modules, info.shared_param_names, strict=True):
-                    found[id(other), key] = parameter
-    return found
+                    by_place[id(other), key] = parameter
+    return by_place
 
 
 def _sharded_parts(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -409,8 +409,8 @@ def _sharded_parts(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _is_used(kind: type) -> bool:
     """Return True if any module was sharded: that makes a subclass of its class."""
-    found: list[type] = kind.__subclasses__()
-    return any(issubclass(each, torch.nn.Module) or _is_used(each) for each in found)
+    kinds: list[type] = kind.__subclasses__()
+    return any(issubclass(kind, torch.nn.Module) or _is_used(kind) for kind in kinds)
 
 
 def _gone(holder: Any, names: tuple[str, ...]) -> dict[str, None]:
