@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from trainckpt.errors import UnusableSnapshot
@@ -24,7 +24,7 @@ from trainckpt.storage.file_io import FROM_BYTES, PAGE_BYTES, address, copy_byte
 from trainckpt.storage.worker_pool import Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from trainckpt.format.layout import Box
     from trainckpt.format.manifest import FileEntry, Manifest
@@ -69,7 +69,7 @@ class BlockRead(NamedTuple):
     Attributes:
         place: The region.
         first, last: Offsets in the region of the run's first byte, and one past its last.
-        into: Memory for the whole run; None: only a part is wanted.
+        into: Memory for the whole run; None: only a part is wanted, or it is used where it is read.
         wanted: The region offset of the wanted part, and memory for it.
     """
 
@@ -83,6 +83,11 @@ class BlockRead(NamedTuple):
     def first_byte(self) -> int:
         """Return the offset of the run in the file."""
         return self.place.first_byte + self.first
+
+    @property
+    def end_byte(self) -> int:
+        """Return the offset behind the run in the file."""
+        return self.place.first_byte + self.last
 
     @property
     def digests(self) -> str:
@@ -153,6 +158,27 @@ def loads(
         at = to
 
 
+def neighbours(reads: Iterable[BlockRead], most_apart: int) -> Iterator[list[BlockRead]]:
+    """Yield lists of successive reads to be made as one: each within a file and `READ_BYTES`.
+
+    `most_apart`: bytes between the end of one and the begin of the next.
+    """
+    run: list[BlockRead] = []
+    for read in reads:
+        is_next = (
+            run
+            and read.place.key == run[0].place.key
+            and 0 <= read.first_byte - run[-1].end_byte <= most_apart
+            and read.end_byte - run[0].first_byte <= READ_BYTES
+        )
+        if run and not is_next:
+            yield run
+            run = []
+        run.append(read)
+    if run:
+        yield run
+
+
 class Batch:
     """Reads performed together; used by one thread.
 
@@ -165,25 +191,27 @@ class Batch:
         self._tier = tier
         self._key = ""
         self._parts: list[tuple[int, memoryview]] = []
-        self._loads: list[list[tuple[BlockRead, int]]] = []  # of each part, with its offset there
-        self._small: list[BlockRead] = []  # neighbours, not yet a part
+        self._loads: list[Sequence[BlockRead]] = []  # of each part
+        self._small: list[BlockRead] = []  # not yet a part
         self._scratch: memoryview | None = None
         self._used = 0
 
     def add(self, load: BlockRead) -> None:
         """Queue a read, in file order. May first perform the reads queued before."""
-        if load.place.key != self._key:
-            self.read()
-            self._key = load.place.key
+        self._turn_to(load.place.key)
         size = load.last - load.first
         if not size:
             load.take(memoryview(b""))
         elif size < FROM_BYTES or load.into is None:
-            self._add_small(load)
+            self._small.append(load)
         else:
             self._join()
-            self._parts.append((load.first_byte, load.into))
-            self._loads.append([(load, 0)])
+            self._add_part(load.first_byte, load.into, [load])
+
+    def add_run(self, run: Sequence[BlockRead], into: memoryview) -> None:
+        """Queue neighbours that are read to this memory, and used there."""
+        self._turn_to(run[0].place.key)
+        self._add_part(run[0].first_byte, into, run)
 
     def read(self) -> None:
         """Read and verify everything queued.
@@ -198,37 +226,32 @@ class Batch:
 
         def take(number: int) -> None:
             # on any thread
-            data = parts[number][1]
-            for load, at in of_parts[number]:
-                size = load.last - load.first
-                piece = data if size == len(data) else data[at : at + size]
-                load.take(piece)
+            first_byte, data = parts[number]
+            for load in of_parts[number]:
+                at, size = load.first_byte - first_byte, load.last - load.first
+                load.take(data if size == len(data) else data[at : at + size])
                 if (verified := load.verified) is not None:
                     self.verified.append(verified)
 
         if parts:
             self._tier.read_parts(self._key, parts, take)
 
-    def _add_small(self, load: BlockRead) -> None:
-        if self._small:
-            first, last = self._small[0].first_byte, self._small[-1]
-            behind = last.first_byte + last.last - last.first
-            end = load.first_byte + load.last - load.first
-            if not 0 <= load.first_byte - behind <= CLOSE_BYTES or end - first > READ_BYTES:
-                self._join()
-        self._small.append(load)
+    def _turn_to(self, key: str) -> None:
+        if key != self._key:
+            self.read()
+            self._key = key
+
+    def _add_part(self, first_byte: int, into: memoryview, loads: Sequence[BlockRead]) -> None:
+        self._parts.append((first_byte, into))
+        self._loads.append(loads)
 
     def _join(self) -> None:
         small, self._small = self._small, []
-        if not small:
-            return
-        first = small[0].first_byte
-        size = small[-1].first_byte + small[-1].last - small[-1].first - first
-        into = small[0].into if len(small) == 1 else None
-        if into is None:
-            into = self._scratch_for(first, size)
-        self._parts.append((first, into))
-        self._loads.append([(load, load.first_byte - first) for load in small])
+        for run in neighbours(small, CLOSE_BYTES):
+            first, into = run[0].first_byte, run[0].into
+            if into is None or len(run) > 1:
+                into = self._scratch_for(first, run[-1].end_byte - first)
+            self._add_part(first, into, run)
 
     def _scratch_for(self, first_byte: int, num_bytes: int) -> memoryview:
         """Return scratch memory, aligned as in the file, valid until the next `read`."""
@@ -332,7 +355,7 @@ class Reader:
         ]
         lent: list[BlockRead] = []
         batch, mine, puts = Batch(self._tier), list[BlockRead](), list[RegionTarget]()
-        for place, read in self._read_small(found, destination):
+        for place, read in self._borrow_small(found, destination, batch):
             part = read.part or place.region.box
             if borrowed := self._borrow(place, part, destination):
                 lent += borrowed
@@ -347,8 +370,11 @@ class Reader:
         self._verify(lent)
         self.verified += batch.verified
 
-    def _read_small(
-        self, found: Sequence[tuple[RegionLocation, RegionRead]], destination: ReadDestination
+    def _borrow_small(
+        self,
+        found: Sequence[tuple[RegionLocation, RegionRead]],
+        destination: ReadDestination,
+        batch: Batch,
     ) -> list[tuple[RegionLocation, RegionRead]]:
         """Read small whole regions, neighbours together; return the other reads.
 
@@ -357,32 +383,29 @@ class Reader:
         """
         small: list[tuple[RegionLocation, RegionRead]] = []
         others: list[tuple[RegionLocation, RegionRead]] = []
-        for each in found:
-            region, part = each[0].region, each[1].part
+        for place, read in found:
+            region, part = place.region, read.part
             is_small = 0 < region.num_bytes < BORROWED_FROM_BYTES
             is_whole = region.is_whole and (part is None or part == region.box)
-            (small if is_small and is_whole else others).append(each)
-        for key, runs in groupby(_neighbours(small), key=lambda run: run[0][0].key):
-            parts: list[tuple[int, memoryview]] = []
-            regions: list[list[tuple[Region, memoryview]]] = []  # of each part, with their memory
-            for run in runs:
-                first, last = run[0][0].first_byte, run[-1][0]
-                num_bytes = last.first_byte + last.region.num_bytes - first
-                if num_bytes <= CLOSE_BYTES:  # joined with the reads beside it
-                    others += run
-                    continue
-                into, of_part = private_memory(num_bytes, first), []
-                for place, read in run:
-                    region, at = place.region, place.first_byte - first
-                    data = into[at : at + region.num_bytes]
-                    if destination.borrow(region, region.box, data):
-                        of_part.append((region, data))
-                    else:
-                        others.append((place, read))
-                if of_part:
-                    parts.append((first, into))
-                    regions.append(of_part)
-            self._tier.read_parts(key, parts, partial(_verify_small, key, regions))
+            (small if is_small and is_whole else others).append((place, read))
+        regions = iter(small)
+        for run in neighbours((BlockRead(p, 0, p.region.num_bytes, None) for p, _ in small), 0):
+            of_run, first = list(islice(regions, len(run))), run[0].first_byte
+            num_bytes = run[-1].end_byte - first
+            if num_bytes <= CLOSE_BYTES:  # joined with the reads beside it
+                others += of_run
+                continue
+            into, borrowed = private_memory(num_bytes, first), list[BlockRead]()
+            for load, (place, read) in zip(run, of_run, strict=True):
+                data = into[load.first_byte - first : load.end_byte - first]
+                if destination.borrow(place.region, place.region.box, data):
+                    borrowed.append(load)
+                else:
+                    others.append((place, read))
+            if borrowed:
+                begin, end = borrowed[0].first_byte, borrowed[-1].end_byte
+                batch.add_run(borrowed, into[begin - first : end - first])
+        batch.read()
         others.sort(key=lambda each: each[0][:2])
         return others
 
@@ -475,35 +498,6 @@ class RegionTarget(NamedTuple):
     region: Region
     part: Box
     data: memoryview
-
-
-def _neighbours(
-    small: Sequence[tuple[RegionLocation, RegionRead]],
-) -> Iterator[list[tuple[RegionLocation, RegionRead]]]:
-    """Yield runs of adjacent regions of one file, at most `READ_BYTES` each."""
-    run: list[tuple[RegionLocation, RegionRead]] = []
-    for each in small:
-        if run:
-            place, first, last = each[0], run[0][0], run[-1][0]
-            is_next = place.key == last.key and (
-                place.first_byte == last.first_byte + last.region.num_bytes
-            )
-            num_bytes = place.first_byte + place.region.num_bytes - first.first_byte
-            if not is_next or num_bytes > READ_BYTES:
-                yield run
-                run = []
-        run.append(each)
-    if run:
-        yield run
-
-
-def _verify_small(
-    key: str, regions: Sequence[Sequence[tuple[Region, memoryview]]], number: int
-) -> None:
-    """Verify the regions of part `number`; errors as `BlockRead.take`."""
-    for region, data in regions[number]:
-        if digest.digests_by_block(data, region.bytes_per_digest) != region.digest:
-            raise UnusableSnapshot(f"{key}: {region.key[:100]} does not match its digest")
 
 
 def _loads(
