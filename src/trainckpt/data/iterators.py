@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from trainckpt.data.carried_state import Changing, Seen, Watch
-    from trainckpt.data.loop_numbers import LoopNumbers
+    from trainckpt.data.restored_numbers import LoopNumbers
 
 
 _Base = torch_loader._BaseDataLoaderIter

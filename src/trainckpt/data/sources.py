@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainckpt.data import carried_state, dataset_values, randomness, sampler
+from trainckpt.data import carried_state, compared_content, randomness, restored_numbers, sampler
 from trainckpt.data.carried_state import Changing, Watch
 from trainckpt.data.iterable import StatefulStream, are_equal
 from trainckpt.data.iterators import (
@@ -55,11 +55,11 @@ from trainckpt.data.iterators import (
     make_iterator,
     self_test,
 )
-from trainckpt.data.loop_numbers import LoopNumbers, is_callable_object
 from trainckpt.data.own_state import has_state, refuse_arguments
 from trainckpt.data.pass_history import fingerprint
 from trainckpt.data.randomness import main_rng, set_main_rng
 from trainckpt.data.resharding import Assignment, EpochResharder, resharder_of
+from trainckpt.data.restored_numbers import LoopNumbers, is_callable_object
 from trainckpt.data.sampler import length
 from trainckpt.data.stateful_loader import StatefulSource
 from trainckpt.data.worker import kill_workers
@@ -208,8 +208,8 @@ class LoaderSource:
         self._loaded_loop_numbers: dict[str, Any] = {}
         self._cached_before: dict[str, list[Any]] = {}  # of before a stop, not made again
         # of the dataset as this process began, so that changes by the run are not compared
-        self._content = dataset_values.content(loader.dataset) if self.kind == "map" else {}
-        self._marks = dataset_values.marks(loader.dataset) if self.kind == "map" else {}
+        self._content = compared_content.content(loader.dataset) if self.kind == "map" else {}
+        self._marks = compared_content.marks(loader.dataset) if self.kind == "map" else {}
         self._trials: list[Trial] = []  # of a stream's own state: the newest, and the one before
         self._in_trial = False  # a trial of that state is running
         self._base_seed: int | None = None
@@ -598,11 +598,11 @@ class LoaderSource:
         """Return path -> digest of lists, arrays and tensors of the dataset changed by the run."""
         if not self._marks:
             return {}
-        return dataset_values.changed(self._loader.dataset, self._marks)
+        return compared_content.changed(self._loader.dataset, self._marks)
 
     def _compare_changed(self, saved: dict[str, bytes]) -> None:
         """Report lists, arrays and tensors that the run had changed, and the script has not."""
-        paths = dataset_values.others(self._loader.dataset, saved)
+        paths = compared_content.others(self._loader.dataset, saved)
         if paths:
             reason = (
                 f"{self._name}: {', '.join(paths)[:200]} was replaced or written during training, "
@@ -613,11 +613,11 @@ class LoaderSource:
 
     def _cached(self) -> dict[str, list[Any]]:
         """Return digests of samples that the dataset keeps in this process."""
-        return {} if self._loader.num_workers else dataset_values.cached(self._loader.dataset)
+        return {} if self._loader.num_workers else compared_content.cached(self._loader.dataset)
 
     def _compare_cached(self) -> dict[str, list[Any]]:
         """Report samples made anew since a resume, and otherwise; return those not made yet."""
-        others, self._cached_before = dataset_values.cached_again(
+        others, self._cached_before = compared_content.cached_again(
             self._loader.dataset, self._cached_before
         )
         if others:
@@ -647,7 +647,7 @@ class LoaderSource:
         """Return the numbers in the dataset that changed since the workers started."""
         if not self._numbers_of_workers:
             return {}
-        now = dataset_values.numbers(self._data_objects)
+        now = restored_numbers.numbers(self._data_objects)
         then = self._numbers_of_workers.items()
         return {path: value for path, value in then if now.get(path, value) != value}
 
@@ -820,9 +820,9 @@ class LoaderSource:
         loader = copy.copy(self._loader)
         if self._ids is not None:
             self.required_resharder.set_ids(loader, self._ids)
-        with dataset_values.replaced(self._data_objects, self._loaded_numbers):
+        with restored_numbers.replaced(self._data_objects, self._loaded_numbers):
             if loader.num_workers:
-                self._numbers_of_workers = dataset_values.numbers(self._data_objects)
+                self._numbers_of_workers = restored_numbers.numbers(self._data_objects)
             iterator = make_iterator(loader, self.progress, plan)
         self._loaded_numbers = {}
         self._has_iterated = True

@@ -1,4 +1,4 @@
-"""Numbers that the training loop sets in a map-style dataset."""
+"""Numbers in a map-style dataset: those that the training loop sets, and those of workers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from trainckpt.data.loader import TrackedLoader
-from trainckpt.data.loop_numbers import LoopNumbers
+from trainckpt.data.restored_numbers import LoopNumbers, numbers, replaced
 
 
 class Levels(Dataset):
@@ -184,3 +184,54 @@ def test_the_numbers_of_modules_with_parameters_and_modes_are_left_out():
     dataset.drop.p = 0.5
     dataset.drop.eval()
     assert numbers.values() == {"dataset.drop.p": 0.5}
+
+
+class Rows(Dataset):
+    epoch = 0
+
+    def __init__(self, **values):
+        vars(self).update(values)
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return 1000 * self.epoch + index
+
+
+def test_numbers_are_replaced_for_a_while_and_put_back():
+    rows = Rows(size=3, name="a")
+    assert numbers({"dataset": rows}) == {
+        "dataset.epoch": 0,
+        "dataset.size": 3,
+        "dataset.name": "a",
+    }
+    with replaced({"dataset": rows}, {"dataset.epoch": 7, "dataset.size": 9}):
+        assert (rows.epoch, rows.size, rows.name) == (7, 9, "a")
+    assert (rows.epoch, rows.size, rows.name) == (0, 3, "a")
+    assert "epoch" not in vars(rows)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_workers_of_a_resume_start_with_the_numbers_of_those_before(persistent):
+    def begun():
+        rows = Rows()
+        options = {"num_workers": 1, "persistent_workers": persistent}
+        return rows, TrackedLoader(DataLoader(rows, 2, **options), name="loader")
+
+    rows, loader = begun()
+    first = iter(loader)
+    next(first)
+    rows.epoch = 1  # its workers do not see it
+    saved = loader.state()
+    rest = [batch.tolist() for batch in first]
+    later = [batch.tolist() for batch in loader]
+    loader.shutdown()
+    rows, resumed = begun()
+    rows.epoch = 1
+    resumed.load_state(saved)
+    assert [batch.tolist() for batch in resumed] == rest == [[2, 3], [4, 5], [6, 7]]
+    assert [batch.tolist() for batch in resumed] == later
+    assert (later[0][0] == 0) == persistent
+    assert rows.epoch == 1
+    resumed.shutdown()

@@ -1,9 +1,5 @@
-"""Keep plain values inside a dataset, to start workers alike and to recognise the data.
+"""Compare the content of a dataset with that before a stop, to report other data after a resume.
 
-numbers and texts     as they were when the workers started, if the script has changed them; of
-                      a collate_fn too
-                      since: the workers do not see that. A resume starts its workers with the
-                      old values, and then puts the script's back (`loop_numbers` keeps those)
 lists, arrays and     digests of some hundred items each, as the process began: indices of a
 tensors               split, names of files. If a resumed process begins with another digest,
                       other samples stand at the same indices, and that is reported. The same for
@@ -12,13 +8,14 @@ functions and         their class or name, and numbers, if the run has replaced 
 transforms            transform that is chosen at one epoch
 samples in a dict     digests of a few. A resume begins with an empty cache; if the same key gets
                       another sample later, it was made by random draws, and that is reported
+
+Numbers and texts are not compared but restored, by `restored_numbers`.
 """
 
 from __future__ import annotations
 
 import os.path
 import types
-from contextlib import contextmanager
 from hashlib import blake2b
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -26,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainckpt.data import randomness
-from trainckpt.data.carried_state import children, is_tensor
-from trainckpt.data.loop_numbers import is_function_or_object
+from trainckpt.data.carried_state import is_tensor
 from trainckpt.data.pass_history import fingerprint
 from trainckpt.data.randomness import as_bytes
+from trainckpt.data.restored_numbers import attributes_inside, is_function_or_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -40,33 +37,6 @@ _DEPTH = 3  # a list of records
 _FEW = 16  # tensors in a tuple, as in a TensorDataset
 _DIGESTS = 64  # values compared of one dataset
 _WHOLE_BYTES = 16 << 20  # compared whole, of a tensor that is written by the run
-
-
-def numbers(roots: Mapping[str, Any]) -> dict[str, Any]:
-    """Return path -> value of the numbers and texts inside a dataset and a collate_fn."""
-    return {
-        path: value
-        for path, _, _, value in _attributes(roots)
-        if type(value) in _NUMBERS and len(str(value)) <= _ITEMS
-    }
-
-
-@contextmanager
-def replaced(roots: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
-    """Return a context in which the numbers and texts have these values."""
-    changed = []
-    for path, names, key, value in _attributes(roots) if values else ():
-        if path in values and type(value) in _NUMBERS:
-            changed.append((names, key, key in names, value))
-            names[key] = values[path]
-    try:
-        yield
-    finally:
-        for names, key, was_there, value in changed:
-            if was_there:
-                names[key] = value
-            else:
-                del names[key]
 
 
 def content(dataset: Any) -> dict[str, bytes]:
@@ -146,7 +116,7 @@ def _holds(sample: Any) -> bool:
 
 def _contents(dataset: Any, *, with_objects: bool = True) -> Iterator[tuple[str, Any]]:
     number = 0
-    for path, _, _, value in _attributes({"dataset": dataset}):
+    for path, _, _, value in attributes_inside({"dataset": dataset}):
         is_content = type(value) in (list, tuple) or is_tensor(value)
         if is_content or (with_objects and is_function_or_object(value)):
             yield path, value
@@ -189,16 +159,6 @@ def _of_object(value: Any, depth: int) -> bytes:
         elif depth < _DEPTH and type(part) in (list, tuple) and len(part) <= _FEW:
             parts += [_of_object(item, depth + 1) for item in part if is_function_or_object(item)]
     return blake2b(b"\0".join(parts), digest_size=8).digest()
-
-
-def _attributes(roots: Mapping[str, Any]) -> Iterator[tuple[str, dict[Any, Any], Any, Any]]:
-    """Yield the path of each attribute and item, its namespace and name there, and its value."""
-    for path, holder in list(randomness.walk(roots)):
-        names = holder if isinstance(holder, dict) else randomness.names_of(holder)
-        if names is None or len(names) > _ITEMS or randomness.is_generator(holder):
-            continue
-        for child_path, key, value in list(children(path, holder)):
-            yield child_path, names, key, value
 
 
 def _digest(value: Any, depth: int) -> bytes:

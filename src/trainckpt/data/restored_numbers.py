@@ -1,11 +1,15 @@
-"""Keep numbers and texts that the training loop sets in a loader's data: `dataset.level = 3`.
+"""Restore numbers and texts in a loader's data, such as `dataset.level`, also in its transforms.
 
-Also in the datasets inside a dataset, in its transforms, and in the collate_fn if it is an object.
+set by the loop       `LoopNumbers` tells them from those that reading a sample changes: a loop sets
+                      a number between two batches, and reading one sets it while a batch is
+                      loaded. A number that only the loop sets is restored before the first batch
+                      after a resume. One that reading sets too may belong to an open file or a
+                      cache, which a resume lacks; `carried_state` names those
+known to workers      as they were when the workers started: these do not see what the script sets
+                      later. A resume starts its workers with the old values (`numbers`,
+                      `replaced`), and then puts the script's back
 
-They are told from those that reading a sample changes: a loop sets a number between two batches,
-and reading one sets it while a batch is loaded. A number that only the loop sets is restored
-before the first batch after a resume. One that reading sets too may belong to an open file or a
-cache, which a resume lacks; `carried_state` names those.
+Lists, tensors and cached samples are not restored but compared, by `compared_content`.
 """
 
 from __future__ import annotations
@@ -14,12 +18,14 @@ import functools
 import itertools
 import operator
 import types
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.data import Dataset
 
 from trainckpt.data import randomness
+from trainckpt.data.carried_state import children
 from trainckpt.data.own_state import has_usable_state
 
 if TYPE_CHECKING:
@@ -136,3 +142,43 @@ def _namespaces(roots: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]
                 if isinstance(each[1], Dataset) or is_callable_object(each[1])
             ]
         del queue[_OBJECTS:]
+
+
+# ---- numbers that the workers know
+
+
+def numbers(roots: Mapping[str, Any]) -> dict[str, Any]:
+    """Return path -> value of the numbers and texts inside a dataset and a collate_fn."""
+    return {
+        path: value
+        for path, _, _, value in attributes_inside(roots)
+        if type(value) in _KINDS and len(str(value)) <= _LONGEST
+    }
+
+
+@contextmanager
+def replaced(roots: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
+    """Return a context in which the numbers and texts have these values."""
+    changed = []
+    for path, names, key, value in attributes_inside(roots) if values else ():
+        if path in values and type(value) in _KINDS:
+            changed.append((names, key, key in names, value))
+            names[key] = values[path]
+    try:
+        yield
+    finally:
+        for names, key, was_there, value in changed:
+            if was_there:
+                names[key] = value
+            else:
+                del names[key]
+
+
+def attributes_inside(roots: Mapping[str, Any]) -> Iterator[tuple[str, dict[Any, Any], Any, Any]]:
+    """Yield the path of each attribute and item, its namespace and name there, and its value."""
+    for path, holder in list(randomness.walk(roots)):
+        names = holder if isinstance(holder, dict) else randomness.names_of(holder)
+        if names is None or len(names) > _ATTRIBUTES or randomness.is_generator(holder):
+            continue
+        for child_path, key, value in list(children(path, holder)):
+            yield child_path, names, key, value

@@ -1,4 +1,4 @@
-"""What a resume knows of the plain values in a dataset."""
+"""What a resume knows of the lists, arrays and tensors in a dataset."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from trainckpt.data.dataset_values import content, numbers, replaced
+from trainckpt.data.compared_content import content
 from trainckpt.data.loader import TrackedLoader
 
 
@@ -52,44 +52,6 @@ def test_another_order_is_another_content(value):
 def test_the_folder_of_the_files_does_not_count():
     here, there = (Rows(files=[f"{place}/{n}" for n in "abc"]) for place in ("/data", "/tmp/9"))
     assert differing(here, there) == []
-
-
-def test_numbers_are_replaced_for_a_while_and_put_back():
-    rows = Rows(size=3, name="a")
-    assert numbers({"dataset": rows}) == {
-        "dataset.epoch": 0,
-        "dataset.size": 3,
-        "dataset.name": "a",
-    }
-    with replaced({"dataset": rows}, {"dataset.epoch": 7, "dataset.size": 9}):
-        assert (rows.epoch, rows.size, rows.name) == (7, 9, "a")
-    assert (rows.epoch, rows.size, rows.name) == (0, 3, "a")
-    assert "epoch" not in vars(rows)
-
-
-@pytest.mark.parametrize("persistent", [True, False])
-def test_workers_of_a_resume_start_with_the_numbers_of_those_before(persistent):
-    def begun():
-        rows = Rows()
-        options = {"num_workers": 1, "persistent_workers": persistent}
-        return rows, TrackedLoader(DataLoader(rows, 2, **options), name="loader")
-
-    rows, loader = begun()
-    first = iter(loader)
-    next(first)
-    rows.epoch = 1  # its workers do not see it
-    saved = loader.state()
-    rest = [batch.tolist() for batch in first]
-    later = [batch.tolist() for batch in loader]
-    loader.shutdown()
-    rows, resumed = begun()
-    rows.epoch = 1
-    resumed.load_state(saved)
-    assert [batch.tolist() for batch in resumed] == rest == [[2, 3], [4, 5], [6, 7]]
-    assert [batch.tolist() for batch in resumed] == later
-    assert (later[0][0] == 0) == persistent
-    assert rows.epoch == 1
-    resumed.shutdown()
 
 
 CHANGES = {
