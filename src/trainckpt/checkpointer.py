@@ -50,7 +50,7 @@ from trainckpt.run_directory import run_url
 from trainckpt.run_directory.tier_config import open_slower
 from trainckpt.save.checks import UntrackedOptimizers, check_storable
 from trainckpt.save.estimates import SaveEstimator, Timings
-from trainckpt.save.requests import SaveRequests
+from trainckpt.save.schedule import SaveRequests
 from trainckpt.start_attempt import Attempt, RankContext, start_attempt
 from trainckpt.state import script_randomness, script_variables
 from trainckpt.state.registry import Registry

@@ -48,7 +48,7 @@ from trainckpt.save.arenas import Arenas
 from trainckpt.save.committer import ManifestDefaults
 from trainckpt.save.coordinator import SaveCoordinator
 from trainckpt.save.replication_control import ReplicationControl
-from trainckpt.save.requests import SaveSchedule, measured_interval
+from trainckpt.save.schedule import SaveSchedule, measured_interval
 from trainckpt.snapshot.attempt_history import read_attempts
 from trainckpt.snapshot.decrypting_tier import KeyRing
 from trainckpt.state.capture import capture
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from trainckpt.resume.crash_marker import CrashMarker
     from trainckpt.save.encryption import SnapshotEncryption
     from trainckpt.save.estimates import SaveEstimator, Timings
-    from trainckpt.save.requests import SaveRequests
+    from trainckpt.save.schedule import SaveRequests
     from trainckpt.state.registry import Registry
     from trainckpt.stop.notice_listener import NoticeListener
     from trainckpt.stop.survivor_setup import SurvivorSetup

@@ -8,7 +8,7 @@ import pytest
 
 from trainckpt.attempt.options import read_options
 from trainckpt.format.attempt_record import FAILED, FINISHED, KILLED, STOPPED, AttemptRecord
-from trainckpt.save.requests import (
+from trainckpt.save.schedule import (
     FIRST_S,
     LEAST_S,
     MOST_S,

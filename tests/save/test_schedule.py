@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainckpt.attempt.options import Every
-from trainckpt.save.requests import SaveSchedule
+from trainckpt.save.schedule import SaveSchedule
 
 
 def due(policy, places):

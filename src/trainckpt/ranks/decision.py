@@ -1,4 +1,5 @@
-"""Compute one decision from the answers of all ranks: values and one pure function, `decide`.
+"""Agree on a boundary: compute one decision from the answers of all ranks, by `decide`, a pure
+function.
 
     notice        on some rank: stop or save (none, on a rank that merely answers)
     publication   every rank: its number of passed boundaries, and its notice

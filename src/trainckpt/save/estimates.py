@@ -1,4 +1,4 @@
-"""Measure micro-batches and saves; estimate a save and its bytes.
+"""Measure micro-batches and saves; estimate how long a save takes, and its bytes.
 
 `Timings.on_boundary` is called at every boundary, so it makes no object and calls no clock of its
 own. The training thread writes; any thread reads.

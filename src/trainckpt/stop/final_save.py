@@ -35,7 +35,7 @@ from trainckpt.preemption import kubernetes
 from trainckpt.ranks.store import RANKS_TIMEOUT_S
 from trainckpt.replicate.uploads import CAUTION, UNLIMITED_S, UploadDeadline
 from trainckpt.save.committer import PRUNE_WITHIN_S
-from trainckpt.save.requests import merged, tags_of
+from trainckpt.save.schedule import merged, tags_of
 from trainckpt.state.staging import TensorsChanged
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from trainckpt.ranks.store import RankStore
     from trainckpt.save.coordinator import SaveCoordinator
     from trainckpt.save.estimates import SaveEstimator
-    from trainckpt.save.requests import Call, SaveRequests
+    from trainckpt.save.schedule import Call, SaveRequests
     from trainckpt.stop.deadline import Deadline
 
 AWAY = "the machine is taken away"

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from trainckpt.ranks.store import RankStore
     from trainckpt.resume.report import ResumeReport
     from trainckpt.save.coordinator import SaveCoordinator
-    from trainckpt.save.requests import SaveRequests
+    from trainckpt.save.schedule import SaveRequests
     from trainckpt.stop.dump_pause import DumpPause
     from trainckpt.stop.final_save import FinalSave
     from trainckpt.stop.notice_listener import NoticeListener

@@ -1,4 +1,4 @@
-"""Decide when a save is taken: by the schedule, or since a rank called `ckpt.save()`.
+"""Schedule saves: by steps, by time, by a measured interval, and at calls of `ckpt.save()`.
 
 The n-th call of any rank asks for the same save. A rank may call after the save was taken, since
 another rank had called first: it gets the handle of that save.
