@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.end_to_end.training import Crash
+from tests.long_cases import long
 from trainckpt import Checkpointer
 
 
@@ -57,7 +58,7 @@ def train(place, workers, stop=None):
     return losses
 
 
-@pytest.mark.parametrize(("stop", "workers"), [(3, 0), (6, 0), (13, 0), (6, 2)])
+@pytest.mark.parametrize(("stop", "workers"), [(3, 0), *long((6, 0), (13, 0)), (6, 2)])
 def test_a_dataset_with_its_own_state_may_change_between_passes(tmp_path, caplog, stop, workers):
     whole = train(tmp_path / "straight", workers)
     with pytest.raises(Crash):

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.data.datasets import interrupted, straight
+from tests.long_cases import long
 
 rng = np.random.default_rng(4)
 drawn = torch.Generator().manual_seed(5)
@@ -31,7 +32,7 @@ class Augmented(Dataset):
 
 
 @pytest.mark.parametrize("transform", [None, shifted], ids=["method", "function"])
-@pytest.mark.parametrize("stop", [2, 5, 8])
+@pytest.mark.parametrize("stop", [2, *long(5), 8])
 def test_each_worker_goes_on_with_its_copy_of_a_global_generator(transform, stop):
     def make():
         return DataLoader(Augmented(transform), 4, shuffle=True, num_workers=2)

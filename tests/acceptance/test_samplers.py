@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from itertools import product
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler
 
 from tests.end_to_end.training import Crash
+from tests.long_cases import long, long_unless
 from trainckpt import Attributes, Checkpointer
 
 ROWS = 24
@@ -79,17 +81,22 @@ def train(place, sampler, change, stop=None, **more):
     return got
 
 
+SAMPLERS = {
+    "weights": (Weighted, mine, "sampler.weights"),
+    "indices": (lambda: SubsetRandomSampler(list(range(8))), extend, "sampler.indices"),
+}
+
+
 @pytest.mark.filterwarnings("ignore:loader. .* changed over a pass, and is not kept")
-@pytest.mark.parametrize("stop", [4, 24, 25, 30])
 @pytest.mark.parametrize(
-    ("make", "change", "name"),
-    [
-        (Weighted, mine, "sampler.weights"),
-        (lambda: SubsetRandomSampler(list(range(8))), extend, "sampler.indices"),
-    ],
-    ids=["weights", "indices"],
+    ("kind", "stop"),
+    long_unless(
+        lambda case: case in (("weights", 4), ("weights", 25), ("indices", 4), ("indices", 30)),
+        product(SAMPLERS, (4, 24, 25, 30)),
+    ),
 )
-def test_what_a_loop_assigns_to_a_sampler_is_named(tmp_path, caplog, make, change, name, stop):
+def test_what_a_loop_assigns_to_a_sampler_is_named(tmp_path, caplog, kind, stop):
+    make, change, name = SAMPLERS[kind]
     with pytest.raises(Crash):
         train(tmp_path / "run", make(), change, stop)
     caplog.set_level(logging.INFO, "trainckpt")
@@ -100,7 +107,7 @@ def test_what_a_loop_assigns_to_a_sampler_is_named(tmp_path, caplog, make, chang
 
 
 @pytest.mark.filterwarnings("ignore:loader. .* changed over a pass, and is not kept")
-@pytest.mark.parametrize("stop", [2, 8, 9, 11])
+@pytest.mark.parametrize("stop", [2, 8, *long(9), 11])
 def test_what_is_tracked_by_attributes_is_kept_and_a_complete_pass_needs_no_order(
     tmp_path, caplog, stop
 ):
