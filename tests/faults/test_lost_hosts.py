@@ -6,6 +6,7 @@ import pytest
 
 from tests.faults.farm import farm, why_not
 from tests.faults.lost_hosts import SIZE, Case, play, straight
+from tests.long_cases import long
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
 
@@ -27,7 +28,7 @@ def expected(four, tmp_path_factory):
     [
         Case("partner", (0,)),
         Case("xor:4", (2,)),
-        Case("rs:2+2", (1, 3)),
+        *long(Case("rs:2+2", (1, 3))),
         Case("rs:2+2", (0, 1), replaced=False, sealed=True),
     ],
     ids=str,

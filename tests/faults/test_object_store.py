@@ -7,6 +7,7 @@ from itertools import cycle, pairwise
 import pytest
 
 from tests.faults.s3_proxy import CUT, DROP, LOSE, proxy
+from tests.long_cases import long
 from tests.snapshot.written import committed, written
 from trainckpt.errors import TrainckptError, UnusableSnapshot
 from trainckpt.snapshot.catalog import read_catalog
@@ -96,7 +97,7 @@ def test_what_one_request_of_a_save_meets_is_made_good(client):
     assert unfinished(client, "one") == 1
 
 
-@pytest.mark.parametrize("faults", [[DROP], [LOSE], [503, 507]], ids=str)
+@pytest.mark.parametrize("faults", [[DROP], [LOSE], *long([503, 507])], ids=str)
 def test_a_store_that_fails_from_a_request_on_keeps_what_there_was_and_takes_what_comes(
     client, faults
 ):

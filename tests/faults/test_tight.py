@@ -78,11 +78,15 @@ def why_not_mount():
     return "" if can else "nothing may be mounted here"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(bool(dead_mount.why_not()), reason=dead_mount.why_not())
 def test_a_file_system_that_takes_o_direct_and_refuses_it_at_write_is_written_through_the_cache(
     tmp_path,
 ):
-    """The trial of the place found nothing; shard files are written, and read, all the same."""
+    """The trial of the place found nothing; shard files are written, and read, all the same.
+
+    tests/storage/test_file_writer.py and test_file_reader.py have the same for one file.
+    """
     with refusing_mount(tmp_path / "place", tmp_path / "backing") as place:
         run = place / "run"
         log = log_of_exact(run, tmp_path / "answers", 8, **{ROOT_VARIABLE: NONE})

@@ -128,6 +128,7 @@ with trainckpt.Checkpointer(place, model=torch.nn.Linear(2, 2)) as ckpt:
 """
 
 
+@pytest.mark.long
 def test_a_job_that_is_preempted_before_its_ranks_have_begun_begins_in_its_next_start(
     cluster, tmp_path
 ):
@@ -179,6 +180,7 @@ def test_a_requeue_by_somebody_else_is_left_to_slurm(cluster, straight, tmp_path
     run.assert_exact(straight(1))
 
 
+@pytest.mark.long
 def test_a_task_of_an_array_near_its_time_limit_is_queued_again_by_itself(
     cluster, straight, tmp_path
 ):
@@ -196,6 +198,7 @@ def test_a_task_of_an_array_near_its_time_limit_is_queued_again_by_itself(
     run.assert_exact(straight(1))
 
 
+@pytest.mark.long
 def test_the_end_of_a_job_is_known_without_a_signal(cluster, straight, tmp_path):
     """Five minutes in all, a grace of nearly as much: the stop is due when the job has begun."""
     run = Run(tmp_path / "r", 1)
