@@ -272,7 +272,7 @@ class CyclingBetas(Toy):
         self.note("betas", *(float(beta).hex() for beta in group["betas"]))
 
 
-@pytest.mark.parametrize("stop", [6, 13])
+@pytest.mark.parametrize("stop", [pytest.param(6, marks=pytest.mark.long), 13])
 def test_betas_that_a_schedule_moves_go_on_from_where_they_were(tmp_path, stop):
     """lightning#15462, #20550."""
     straight = fit(tmp_path / "straight", module=CyclingBetas)

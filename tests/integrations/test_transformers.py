@@ -19,6 +19,7 @@ from tests.integrations import trained
 from tests.integrations.accelerated import seed
 from tests.integrations.struck import strike
 from tests.integrations.trained import Training, compared
+from tests.long_cases import long
 from tests.ranks.processes import preload, run_ranks
 from trainckpt.cli.main import main
 from trainckpt.errors import ConfigurationError, StateMismatch
@@ -41,13 +42,14 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def test_a_stop_at_any_place_of_window_and_epoch_ends_as_the_run_without_us(tmp_path):
+@pytest.mark.parametrize("stops", [[0, 7, 11, 22], *long([1, 4, 10, 12])], ids=str)
+def test_a_stop_at_any_place_of_window_and_epoch_ends_as_the_run_without_us(tmp_path, stops):
     """11 micro-batches an epoch, windows of 4, 4 and 3, evaluations in mid-epoch.
 
     Compared are samples, losses, state, RNG, the log, epoch fractions, counters, the training's
     own mean loss, and another callback's state.
     """
-    assert compared(tmp_path, [0, 1, 4, 7, 10, 11, 12, 22]) == []
+    assert compared(tmp_path, stops) == []
 
 
 @pytest.mark.parametrize(
@@ -59,8 +61,9 @@ def test_a_stop_at_any_place_of_window_and_epoch_ends_as_the_run_without_us(tmp_
     ],
     ids=["by length", "workers", "max steps"],
 )
-def test_every_kind_of_training_goes_on_where_it_was(tmp_path, how):
-    assert compared(tmp_path, [3, 5], **how) == []
+@pytest.mark.parametrize("stop", [*long(3), 5])
+def test_every_kind_of_training_goes_on_where_it_was(tmp_path, how, stop):
+    assert compared(tmp_path, [stop], **how) == []
 
 
 class StopInEvaluation(transformers.TrainerCallback):
@@ -489,7 +492,7 @@ class ShiftByEpoch(transformers.TrainerCallback):
         self.data.transform = Shift(0.5 * state.epoch)
 
 
-@pytest.mark.parametrize("strike_at", [2, 14])
+@pytest.mark.parametrize("strike_at", [*long(2), 14])
 def test_an_epoch_that_is_resumed_begins_again_for_the_callbacks(tmp_path, caplog, strike_at):
     def train(place, seen, strike_at=None):
         training = Training(place, seen, place / "run", strike_at)

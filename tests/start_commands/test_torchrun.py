@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+
 from tests.campaign import launch
 from tests.start_commands.started import EXAMPLE, Command, Run, ended, sigterm, stop
 
@@ -16,8 +18,12 @@ def torchrun(run: Run) -> list[str]:
     ]
 
 
-def test_torchrun_says_1_the_record_says_75_and_it_goes_on_to_the_same_bit(straight, tmp_path, log):
-    """SIGTERM to torchrun, which passes it to all; to one rank alone; then to the end."""
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_torchrun_says_1_the_record_says_75_and_it_goes_on_to_the_same_bit(
+    straight, tmp_path, log, again
+):
+    """SIGTERM to torchrun, which passes it to all; `again`: to one rank alone, too; then to the
+    end."""
     run = Run(tmp_path / "r", 2)
 
     first = Command(torchrun(run), log())
@@ -27,9 +33,10 @@ def test_torchrun_says_1_the_record_says_75_and_it_goes_on_to_the_same_bit(strai
     (lost,) = [line for line in first.said().splitlines() if "without a supervisor" in line]
     assert "torchrun returns 1 for every code" in lost
 
-    second = Command(torchrun(run), log())
-    assert stop(second, run, lambda: sigterm(run.pids()[1])) == [1], second.said()
-    run.assert_stopped(2)
+    if again:
+        second = Command(torchrun(run), log())
+        assert stop(second, run, lambda: sigterm(run.pids()[1])) == [1], second.said()
+        run.assert_stopped(2)
 
     last = Command(torchrun(run), log())
     assert ended(last) == [0], last.said()
