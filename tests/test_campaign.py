@@ -2,9 +2,9 @@
 
 Chosen so that they share few references and hit every kind of moment; 42 uses the real
 torchrun, 2943 resumes where DDP is about to regroup its buckets.
-`python -m tests.campaign --replay SEED` runs one of them and shows its logs. Two more are of the
-family "one-rank": `trainckpt run` with 2 and 4 ranks, one of which alone gets SIGTERM; two of
-"layouts", one of "reshard".
+`python -m tests.campaign --replay SEED` runs one of them and shows its logs. One more is of the
+family "one-rank": `trainckpt run` with 2 ranks, one of which alone gets SIGTERM; two are of
+"layouts", two of "reshard".
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tests.campaign import cases, check_reshard, families, gate
 from tests.campaign.campaign import campaign
 from tests.campaign.check_reshard import Round
 from tests.campaign.one_rank import ITEMS
+from tests.long_cases import long, long_unless
 from trainckpt.launcher.torchrun_command import mentions_us
 
-LONG = [42, 489, 2324]  # what they hit, others or tests of torchrun hit too
-SEEDS = [19, 38, 76, 83, 160, 208, 213, 319, 427, 800, 2943]
-SEEDS += [pytest.param(seed, marks=pytest.mark.long) for seed in LONG]
-ONE_RANK_SEEDS = [18]
+# What the long ones hit, others or tests of launchers hit too.
+SEEDS = [19, 83, 160, 427, 800, 2943, *long(38, 42, 76, 208, 213, 319, 489, 2324)]
+ONE_RANK_SEEDS = long(18)
 # fsdp and tp on 2 ranks, stopped inside windows; tp on 4 continued by ddp on 2, and by tp; ddp
 # from the first step on, continued by tp, of whose ranks two draw alike
 OTHER_LAYOUTS = [
@@ -61,7 +61,7 @@ def test_one_rank_that_hears_of_a_stop_stops_all_at_its_micro_batch_with_75(runn
 
 @pytest.mark.parametrize(
     ("family", "seed"),
-    OTHER_LAYOUTS,
+    long_unless(lambda case: case[1] in (1, 2), OTHER_LAYOUTS),
     ids=[
         f"{family} seed {seed}: {families.draw(family, seed).words}"
         for family, seed in OTHER_LAYOUTS

@@ -14,6 +14,8 @@ from benchmarks.gpu.__main__ import FAILED, PASSED, STAGES, judge, table
 from benchmarks.gpu.facts import pcie_link
 from benchmarks.gpu.findings import NEEDS_CARD, Findings
 
+from tests.long_cases import long
+
 NUMBER = (int, float)
 FIGURES = {
     "A": {"python": str, "torch": str, "kernel": str, "cores": int, "host_memory": int},
@@ -83,11 +85,11 @@ def run(tmp_path, *more):
     return done, json.loads(out.read_text())
 
 
-QUICK = "ABEFG"  # without the two that only start pytest and `trainckpt prove`
+QUICK = "AB"
 
 
 @pytest.mark.timeout(600)  # up to seven stages, each of several processes
-@pytest.mark.parametrize("stages", [QUICK, pytest.param("".join(STAGES), marks=pytest.mark.long)])
+@pytest.mark.parametrize("stages", [QUICK, *long("".join(STAGES))])
 def test_every_stage_runs_on_the_cpu_and_names_what_needs_a_card(tmp_path, stages):
     done, result = run(tmp_path, "--stages", ",".join(stages))
     assert done.returncode == 0, done.stdout + json.dumps(result, indent=1)
