@@ -71,6 +71,8 @@ bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.compression --json benchmarks/results/compression.json
 	$(BIN)/python -m benchmarks.stop --json benchmarks/results/stop.json
 	$(BIN)/python -m benchmarks.scale --json benchmarks/results/scale.json
+	$(BIN)/python -m benchmarks.growth --json benchmarks/results/growth.json \
+	  --png benchmarks/results/growth.png
 
 $(VENV)/.gpu: $(VENV)/.dev
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[gpu]'

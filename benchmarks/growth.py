@@ -14,8 +14,8 @@ snapshots and its record are removed afterwards. Figures are medians over rounds
     list_s       `trainckpt list`, without the start of the interpreter
     restore_s    `trainckpt.load` of the newest snapshot
     prune_s      `trainckpt prune`, with nothing to delete
-    ..._calls    requests to S3, or calls to the directory: of a save until it is settled, of the
-                 start and of `list`. Heartbeats and looks for notices come by time: not counted
+    ..._calls    requests to S3, or calls to the directory, of each; of a save until it is settled.
+                 Heartbeats and looks for notices come by time and are not counted
     record_bytes size of the newest attempt's record
     keys         keys in the ranks' store after the saves
 
@@ -39,7 +39,7 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from unittest import mock
 
 import torch
@@ -63,9 +63,11 @@ if TYPE_CHECKING:
 
     from trainckpt.attempt.save_handle import SaveHandle
 
+    Result = TypeVar("Result")
+
 KEEP_LAST = 10**6  # nothing is pruned
 SECONDS = ("durable_s", "settled_s", "start_s", "list_s", "restore_s", "prune_s")
-CALLS = ("save_calls", "start_calls", "list_calls")
+CALLS = ("save_calls", "start_calls", "list_calls", "restore_calls", "prune_calls")
 FIGURES = (*SECONDS, *CALLS, "record_bytes", "keys")
 BY_TIME = (f"{NOTICES}/", ".heartbeat")
 TIER_CALLS = ("size", "read", "read_parts", "opened", "list", "write", "write_parts", "replace")
@@ -231,19 +233,20 @@ class Runs:
     def _turn(self, url: str, samples: dict[str, list[float]]) -> None:
         tier = open_tier_at(url)
         before = set(tier.list(SNAPSHOTS))
-        for figure, arguments in (
-            ("list", ["list", "--json", url]),
-            ("prune", ["prune", "--json", "--keep-last", str(KEEP_LAST), url]),
-        ):
-            took_s, calls = self._timed(lambda told=arguments: run_command(told))
-            samples[f"{figure}_s"].append(took_s)
-            samples[f"{figure}_calls"].append(calls)
-        samples["restore_s"].append(self._timed(lambda: trainckpt.load(url))[0])
-        begun_s = time.perf_counter()
-        self._calls.take()
-        attempt = Attempt(url)
-        samples["start_s"].append(time.perf_counter() - begun_s)
-        samples["start_calls"].append(self._calls.take())
+
+        def timed(figure: str, call: Callable[[], Result]) -> Result:
+            self._calls.take()
+            begun_s = time.perf_counter()
+            result = call()
+            samples[f"{figure}_s"].append(time.perf_counter() - begun_s)
+            samples[f"{figure}_calls"].append(self._calls.take())
+            return result
+
+        prune_arguments = ["prune", "--json", "--keep-last", str(KEEP_LAST), url]
+        timed("list", lambda: run_command(["list", "--json", url]))
+        timed("prune", lambda: run_command(prune_arguments))
+        timed("restore", lambda: trainckpt.load(url))
+        attempt = timed("start", lambda: Attempt(url))
         attempt.save().wait("durable")  # the first one makes its arena, and the store's connections
         attempt.settle()
         for _ in range(self._saves):
@@ -265,12 +268,6 @@ class Runs:
             if name.startswith(f"{number}."):
                 tier.remove(f"{ATTEMPTS}/{name}")
         SharedMemoryDir.of(url).remove()
-
-    def _timed(self, call: Callable[[], object]) -> tuple[float, int]:
-        self._calls.take()
-        begun_s = time.perf_counter()
-        call()
-        return time.perf_counter() - begun_s, self._calls.take()
 
 
 def run_command(arguments: list[str]) -> None:
@@ -313,24 +310,27 @@ def row(place: str, length: Length, samples: dict[Length, dict[str, list[float]]
     """Return the medians of one run, and their ratios to the shortest run's."""
     own, shortest = samples[length], samples[next(iter(samples))]
     found: dict[str, Any] = {"place": place, **vars(length)}
-    found |= {figure: statistics.median(own[figure]) for figure in FIGURES}
+    found |= {figure: round(statistics.median(own[figure]), 6) for figure in FIGURES}
     found["ratios"] = {
-        figure: statistics.median(a / b for a, b in zip(own[figure], shortest[figure], strict=True))
+        figure: round(
+            statistics.median(a / b for a, b in zip(own[figure], shortest[figure], strict=True)), 3
+        )
         for figure in FIGURES
     }
-    return {**found, "samples": own}
+    return {**found, "samples": {name: [round(v, 6) for v in own[name]] for name in FIGURES}}
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print milliseconds, and counts."""
     times = " ".join(f"{figure.removesuffix('_s'):>8}" for figure in SECONDS)
-    print(f"place  snapshots attempts {times}  ms | calls: save start  list | record  keys")
+    counts = " ".join(f"{figure.removesuffix('_calls'):>7}" for figure in CALLS)
+    print(f"place  snapshots attempts {times}  ms | calls: {counts} | record  keys")
     for each in rows:
         took = " ".join(f"{each[figure] * 1e3:8.1f}" for figure in SECONDS)
-        save, start, listing = (round(each[figure]) for figure in CALLS)
+        counts = " ".join(f"{each[figure]:7.0f}" for figure in CALLS)
         print(
-            f"{each['place']:6} {each['snapshots']:9} {each['attempts']:8} {took}     |      "
-            f"{save:5} {start:5} {listing:5} | {each['record_bytes']:6.0f} {each['keys']:5.0f}"
+            f"{each['place']:6} {each['snapshots']:9} {each['attempts']:8} {took}     |        "
+            f"{counts} | {each['record_bytes']:6.0f} {each['keys']:5.0f}"
         )
 
 
@@ -348,7 +348,7 @@ def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
     places = list(dict.fromkeys(each["place"] for each in rows))
     kinds = [(SECONDS, "seconds"), (CALLS, "requests, or calls to the directory")]
     figure, axes = plt.subplots(
-        len(places) * 2, 2, figsize=(9, 5.6 * len(places)), squeeze=False, sharex="col"
+        len(places) * 2, 2, figsize=(10, 5.6 * len(places)), squeeze=False, sharex="col"
     )
     for number, place in enumerate(places):
         for column, (axis, other) in enumerate(
@@ -368,8 +368,8 @@ def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
                 panel.set_xlabel(axis, fontsize=8)
                 panel.tick_params(labelsize=8)
                 panel.grid(alpha=0.3)
-                if column == 0:
-                    panel.legend(fontsize=7)
+                if column == 1:
+                    panel.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.02, 0.5))
     figure.tight_layout()
     figure.savefig(file, dpi=110)
     plt.close(figure)

@@ -9,7 +9,7 @@ import pytest
 from tests.snapshot.written import committed
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.attempt_record import UNDECIDED, AttemptRecord
-from trainckpt.snapshot import attempt_history
+from trainckpt.snapshot import attempt_history, catalog
 from trainckpt.storage.local import LocalTier
 
 
@@ -104,3 +104,21 @@ def test_every_flipped_bit_of_a_run_s_record_is_found_or_changes_nothing(tmp_pat
             assert attempt_history.run_id(LocalTier(tmp_path)) == run
         except UnusableSnapshot:
             pass
+
+
+def test_a_record_is_read_when_it_is_needed_and_once(tmp_path, monkeypatch):
+    tier, read = LocalTier(tmp_path), []
+    for _ in range(30):
+        attempt_history.claim(tier, lambda n: AttemptRecord(n, f"s1~{n - 1}.1"))
+    load = attempt_history.read_listed
+    monkeypatch.setattr(
+        attempt_history, "read_listed", lambda tier, n: read.append(n) or load(tier, n)
+    )
+    needed = attempt_history.RecordsAsNeeded(tier)
+    assert sorted(needed) == [*range(1, 31)]
+    assert needed.get(31) is None
+    assert needed[30] is needed[30]
+    assert needed[30].parent == "s1~29.1"
+    assert catalog.ancestry(needed, [], 29) == {30: float("inf"), 29: 1}
+    assert read == [30, 29]
+    assert dict(needed) == attempt_history.read_attempts(tier)

@@ -68,12 +68,13 @@ def dumps_of(tier: Tier) -> list[Dump]:
     Earlier versions copied dumps to slower tiers; no resume restores such a copy.
     """
     run = attempt_history.run_id(tier) if isinstance(tier, LocalTier) else None
-    if run is None:
+    found = restore.names_in(tier) if run is not None else []
+    if run is None or not found:
         return []
     records = attempt_history.read_attempts(tier)
     if is_copy(records, tier):
         return []
-    return [_inspect(tier, run, name, records) for name in restore.names_in(tier)]
+    return [_inspect(tier, run, name, records) for name in found]
 
 
 def _inspect(tier: Tier, run: str, name: DumpName, records: Mapping[int, AttemptRecord]) -> Dump:

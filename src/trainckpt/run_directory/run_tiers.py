@@ -75,8 +75,11 @@ def open_source(target: str) -> SnapshotSource:
     """
     run, wanted = split_target(target)
     tier = run_url.open_tier_at(run)
-    read = catalog.read_newest if wanted in (None, LATEST) else catalog.read_catalog
-    candidates = read(tier, _run_at(tier), attempt_history.read_attempts(tier))
+    if wanted in (None, LATEST):
+        records = attempt_history.RecordsAsNeeded(tier)
+        candidates = catalog.read_newest(tier, _run_at(tier), records)
+    else:
+        candidates = read_candidates(tier)
     candidate = choose(tier, wanted, candidates)
     if candidate.manifest is None:
         raise candidate.refusal(tier.url)

@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import ConfigurationError, TierUnavailable, UnusableSnapshot
@@ -27,10 +29,11 @@ from trainckpt.format import json_io, names
 from trainckpt.format.attempt_record import MAX_BYTES, UNDECIDED, AttemptRecord
 from trainckpt.format.dump import DumpName
 from trainckpt.format.names import SnapshotName
-from trainckpt.storage.worker_pool import answer_within
+from trainckpt.storage.base import num_looks
+from trainckpt.storage.worker_pool import answer_within, call_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator
 
     from trainckpt.storage.base import Readable, Tier
 
@@ -81,7 +84,31 @@ def record_key(attempt: int) -> str:
 
 def read_attempts(tier: Tier) -> dict[int, AttemptRecord]:
     """Return every record by number; a damaged one is empty but for the reason."""
-    return {number: read_listed(tier, number) for number in numbers(tier)}
+    found = RecordsAsNeeded(tier)
+    calls = [partial(found.__getitem__, number) for number in found]
+    call_all(calls, num_looks([tier]), "trainckpt-look")
+    return dict(found)
+
+
+class RecordsAsNeeded(Mapping[int, AttemptRecord]):
+    """The records of all attempts, as from `read_attempts`; each is read at its first use."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier, self._numbers = tier, dict.fromkeys(numbers(tier))
+        self._read: dict[int, AttemptRecord] = {}
+
+    def __getitem__(self, number: int) -> AttemptRecord:
+        if number not in self._numbers:
+            raise KeyError(number)
+        if number not in self._read:
+            self._read[number] = read_listed(self._tier, number)
+        return self._read[number]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
 
 
 def read_attempt(tier: Tier, number: int) -> AttemptRecord | None:

@@ -21,8 +21,8 @@ from trainckpt.format import names
 from trainckpt.format.attempt_record import UNDECIDED
 from trainckpt.format.dump import DumpName
 from trainckpt.format.names import SnapshotName
-from trainckpt.storage.object_store import ObjectStoreTier
-from trainckpt.storage.worker_pool import Workers
+from trainckpt.storage.base import num_looks
+from trainckpt.storage.worker_pool import call_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -44,7 +44,6 @@ def cached_parse() -> Parse:
     return lru_cache(maxsize=32)(partial(manifests.load, with_tensors=False))
 
 
-NUM_LOOKS = 8
 NOT_COMMITTED = "not committed: its save was interrupted"
 ABANDONED = "abandoned branch: a later attempt resumed from another snapshot"
 
@@ -114,15 +113,8 @@ def read_copies(
         size_of = sizes[tier.name]
         looks[name, tier.name] = look(tier, run, name, reach=reach, size_of=size_of, parse=parse)
 
-    # A directory answers at once; a store takes tens of milliseconds for each request.
-    at_once = NUM_LOOKS if any(isinstance(tier, ObjectStoreTier) for tier in tiers) else 1
-    with Workers(at_once, "trainckpt-look") as workers:
-        for call in [partial(one, name, tier) for name in found for tier in found[name]]:
-            if at_once == 1:
-                call()
-            else:
-                workers.submit(call)
-        workers.settle()
+    calls = [partial(one, name, tier) for name in found for tier in found[name]]
+    call_all(calls, num_looks(tiers), "trainckpt-look")
     return without_remains(
         [
             _merged([(t.name, looks[name, t.name]) for t in found[name]], [*sizes.values()], reach)
@@ -136,8 +128,9 @@ def read_newest(
 ) -> tuple[Candidate, ...]:
     """Return the snapshots of the run down to the newest usable one; as `read_catalog`."""
     found = sorted(_listed(tier), reverse=True)
-    reach, size_of, listed = ancestry(attempts, found), cache(tier.size), list[Candidate]()
+    size_of, listed = cache(tier.size), list[Candidate]()
     for name in found:
+        reach = ancestry(attempts, found, name.attempt)
         seen = look(tier, run, name, reach=reach, size_of=size_of, parse=manifests.load)
         listed.append(_merged([(tier.name, seen)], [size_of], reach))
         if seen.usable:
@@ -201,17 +194,17 @@ def reached_folders(manifest: Manifest | None) -> set[SnapshotName]:
 
 
 def ancestry(
-    attempts: Mapping[int, AttemptRecord], found: Iterable[SnapshotName]
+    attempts: Mapping[int, AttemptRecord], found: Iterable[SnapshotName], down_to: int = 1
 ) -> dict[int, float]:
     """Return attempt -> highest of its sequence numbers that the newest attempt descends from.
 
     An attempt without a decided parent (it died first, or is deciding) has its predecessor's
-    ancestry.
+    ancestry. `down_to`: the oldest attempt of interest.
     """
     reach: dict[int, float] = {}
     begun, most = None, float("inf")  # the parent of the attempt above, and its sequence
     for at in sorted({*attempts, *(name.attempt for name in found)}, reverse=True):
-        if at < 1 or (begun is not None and at > begun):
+        if at < max(down_to, 1) or (begun is not None and at > begun):
             continue
         reach[at] = most if at == begun else float("inf")
         begun, record = None, attempts.get(at)

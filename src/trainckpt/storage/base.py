@@ -81,6 +81,14 @@ class Tier(Readable, Protocol):
 RunTier = LocalTier | ObjectStoreTier
 
 
+NUM_LOOKS = 8
+
+
+def num_looks(tiers: Iterable[Readable]) -> int:
+    """Return the number of small reads to make at once: a store takes tens of milliseconds each."""
+    return NUM_LOOKS if any(isinstance(tier, ObjectStoreTier) for tier in tiers) else 1
+
+
 def health_of(tier: Tier) -> Health | None:
     """Return the state of calls to a store, as far as this process knows; None for a directory."""
     return tier.health() if isinstance(tier, ObjectStoreTier) else None

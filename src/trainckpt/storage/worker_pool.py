@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from trainckpt.errors import TierUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     Result = TypeVar("Result")
 
@@ -154,6 +154,21 @@ class Workers:
                 if self._is_over():  # checked here: the caller wakes only once
                     self._is_over = _never  # stays true: the caller queues nothing meanwhile
                     self._changed.notify_all()
+
+
+def call_all(calls: Sequence[Callable[[], object]], at_once: int, name: str) -> None:
+    """Make all calls, `at_once` at a time on threads of this name; with 1, on this thread.
+
+    Raises the error of the first failed one; later ones may not have been made.
+    """
+    if min(at_once, len(calls)) <= 1:
+        for call in calls:
+            call()
+        return
+    with Workers(at_once, name) as workers:
+        for call in calls:
+            workers.submit(call)
+        workers.settle()
 
 
 def _never() -> bool:
