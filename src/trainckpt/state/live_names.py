@@ -7,6 +7,8 @@ closure, is live too: any call may run that function.
 
 A call of `load_state_dict` on a variable writes it: its own content does not matter any more. A
 call of `append` or `extend` reads nothing: a list that is only appended to decides no training.
+That holds in inner functions too, and without the source. `output_names` has the rule for all
+methods that change an object in place.
 
 A `for` that is about to take its next item goes on in its body. Handlers of exceptions count, but
 not the way on behind a `with` that suppresses them.

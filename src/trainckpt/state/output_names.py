@@ -1,23 +1,18 @@
 """Tell variables that only reach the output from those that reach a loss, by the syntax tree.
 
 Many loops keep a sum, a count or a confusion matrix that is only printed or logged. Such a variable
-decides no training, so a resume need not warn of it. A number reaches a loss if it is passed on, by
-assignments, to a name of which `backward` is called, or to a function that calls it. A count of
-steps decides what is done at each n-th one (`if step % n == 0: evaluate()`).
+decides no training, so a resume need not warn of it. Three rules:
 
-A name only reaches the output if each use of it is one of these:
+1. A name only reaches the output if each use of it prints or logs it (`_LOGGING`), changes it in
+   place, or passes it on to a name that only reaches the output. Between may stand operators and
+   calls that only compute (`_PURE`). All else is another use, and so is all that is not understood.
+2. Names that may hold one object, or a part of it, all only reach the output or none does, if that
+   object is changed in place: by `+=`, `name[i] = ...`, a method of `_IN_PLACE`, or one that ends
+   with an underscore.
+3. A name reaches training if it is passed on to `backward`, or to a function that calls it, or if
+   it counts steps (`if step % n == 0: evaluate()`).
 
-printed         in `print(...)`, or in a call of a logging method (`_LOGGING`) as a statement
-changed         it is the target of `+=`, of `name[i] = ...`, or, as a statement, of a method that
-                changes it in place: one of `_IN_PLACE`, or one that ends with an underscore
-passed on       in the value of an assignment to names of the set, or of such a change of one
-
-Between a name and the statement may stand operators and calls that only compute (`_PURE`). Any
-other use counts: tests of `if` and `while`, iterables of `for`, `return`, attributes of objects,
-and arguments of all other calls. So does all that is not understood.
-
-Two names may hold one object (`b = a`). If one of them is changed, both are in the set or neither.
-Parameters, imported names and names that an inner function mentions are never in it.
+Parameters, imported names and names that an inner function mentions never only reach the output.
 """
 
 from __future__ import annotations
@@ -26,10 +21,11 @@ import ast
 import builtins
 import functools
 import linecache
+import re
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torch import nn
 
@@ -49,6 +45,7 @@ _LOGGING = _words(
     "set_postfix set_postfix_str set_description set_description_str"
 )
 _IN_PLACE = _words("append appendleft extend insert update add clear fill")
+_TORCH_IN_PLACE = re.compile("[^_].*_")  # by their names, which end with an underscore
 _ANEW = _words(  # the result shares no memory with the arguments
     "item tolist clone deepcopy zeros ones full empty zeros_like ones_like full_like empty_like "
     "eye arange linspace tensor array bincount sum mean std var norm argmax count_nonzero"
@@ -69,15 +66,12 @@ _CONTAINERS = (list, dict, set, tuple, deque, Counter, OrderedDict, defaultdict)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _SCOPES = (*_FUNCTIONS, ast.ClassDef, ast.Lambda)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_PLAIN = (  # expressions that hand on what their parts compute
-    *(ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.IfExp, ast.JoinedStr),
-    *(ast.FormattedValue, ast.Subscript, ast.Slice, ast.Attribute, ast.Constant, ast.Starred),
-    *(ast.Tuple, ast.List, ast.Dict, ast.Set, ast.keyword, ast.comprehension, *_COMPREHENSIONS),
-    *(ast.operator, ast.unaryop, ast.cmpop, ast.boolop, ast.expr_context),
-)
-_Names = frozenset[str | None]
+_DISPLAYS = (ast.Tuple, ast.List, ast.Set, ast.Dict, ast.BinOp, *_COMPREHENSIONS)  # or of lists: +
+_NOT_PURE = (ast.Await, ast.Yield, ast.YieldFrom, ast.Lambda, ast.NamedExpr)
+_Names: TypeAlias = "frozenset[str | None]"
 _UNKNOWN: _Names = frozenset((None,))
 _NONE: _Names = frozenset()
+_ANYTHING = ast.Yield()  # a value of which nothing is known
 
 
 class Reached(NamedTuple):
@@ -98,7 +92,7 @@ def what_names_reach(frame: types.FrameType) -> Reached:
         scope = _scope(frame)
         if scope is not None:
             uses = _Uses(frame, scope)
-            return Reached(uses.names(), uses.reaching_training())
+            return Reached(uses.reaching_only_output(), uses.reaching_training())
     except (SyntaxError, ValueError, RecursionError, OSError):
         pass
     return Reached(set(), set())
@@ -113,14 +107,14 @@ def _scope(frame: types.FrameType) -> ast.Module | ast.FunctionDef | ast.AsyncFu
         file = frame.f_globals.get("__file__")
         is_whole = file is not None and Path(file).absolute() == Path(code.co_filename).absolute()
         return tree if is_whole and tree.body else None
-    found = [
+    functions = [
         node
         for node in ast.walk(tree)
         if isinstance(node, _FUNCTIONS)
         and node.name == code.co_name
-        and min(each.lineno for each in (node, *node.decorator_list)) == code.co_firstlineno
+        and min(part.lineno for part in (node, *node.decorator_list)) == code.co_firstlineno
     ]
-    return found[0] if len(found) == 1 else None
+    return functions[0] if len(functions) == 1 else None
 
 
 @functools.lru_cache(maxsize=2)  # the script's functions are mostly in one file
@@ -129,12 +123,12 @@ def _parse(source: str) -> ast.Module:
 
 
 class _Uses:
-    """The uses of each name in a scope.
+    """The uses of each name in a scope. A name None stands for what is not understood.
 
     Attributes:
         _flows: name -> names that its value is passed on to; None for any other use.
-        _holds: name -> names whose object it may hold itself; None for one not understood.
-        _contains: name -> names whose objects may lie in its container; None as above.
+        _holds: name -> names whose object it may hold itself.
+        _contains: name -> names whose objects may lie in its container.
         _changed: Names whose object is changed in place.
         _parts_changed: Names whose object's parts may be changed in place, as by `name[0] += 1`.
     """
@@ -153,76 +147,58 @@ class _Uses:
         self._files = set[str]()  # names of files that a `with` opens
         self._decides = set[str]()  # names of losses, and of counts of steps
         calls = [node for node in ast.walk(scope) if isinstance(node, ast.Call)]
-        self._is_dynamic = any(self._reads_any_name(call) for call in calls)
+        self._is_dynamic = any(map(self._reads_any_name, calls))
         if not isinstance(scope, ast.Module):
             self._excluded.update(n.arg for n in ast.walk(scope.args) if isinstance(n, ast.arg))
         for statement in scope.body:
-            self._statement(statement)
+            self._visit(statement)
 
-    def names(self) -> set[str]:
+    def reaching_only_output(self) -> set[str]:
         """Return the greatest set of names whose every use stays in it."""
         if self._is_dynamic:
             return set()
         self._spread_changes()
-        found = self._bound - self._excluded
-        while True:
-            kept = {name for name in found if self._stays(name, found)}
-            if kept == found:
-                return found
-            found = kept
+        names = self._bound - self._excluded
+        while outside := {n for n in names if not self._flows[n] | self._shared(n) <= names}:
+            names -= outside
+        return names
 
     def reaching_training(self) -> set[str]:
         """Return the names that are passed on to a loss, or that count steps."""
-        found, to_do = set[str](), list(self._decides)
-        before = defaultdict[str, set[str]](set)
-        for name, sinks in self._flows.items():
-            for sink in sinks:
-                before[sink or ""].add(name)
-        while to_do:
-            if (name := to_do.pop()) not in found:
-                found.add(name)
-                to_do += before[name]
-        return found
+        names, before = set[str](), set(self._decides)
+        while before:
+            names |= before
+            before = {name for name, sinks in self._flows.items() if sinks & before} - names
+        return names
 
-    def _stays(self, name: str, found: set[str]) -> bool:
-        needs = set(self._flows[name])
-        if name in self._changed:
-            needs |= self._holds[name]
-        if name in self._parts_changed:
-            needs |= self._contains[name]
-        return all(need is not None and need in found for need in needs)
+    def _shared(self, name: str) -> set[str | None]:
+        """Return the names whose object is changed where that of this name is."""
+        shared = set(self._holds[name]) if name in self._changed else set()
+        return shared | self._contains[name] if name in self._parts_changed else shared
 
     def _spread_changes(self) -> None:
         """Note a change of one name's object for the names that it was made from."""
-        to_do, done = [*self._changed, *self._parts_changed], set[str]()
+        to_do = [*self._changed, *self._parts_changed]
         while to_do:
-            if (name := to_do.pop()) in done:
-                continue
-            done.add(name)
-            others = set(self._holds[name]) if name in self._changed else set()
-            if name in self._parts_changed:
-                others |= self._contains[name]
-            for other in others:
-                if other is None:
-                    continue
-                if other not in self._changed or other not in self._parts_changed:
+            for other in self._shared(to_do.pop()):
+                if other is not None and not {other} <= self._changed & self._parts_changed:
                     self._changed.add(other)
                     self._parts_changed.add(other)
-                    done.discard(other)
                     to_do.append(other)
 
     # ---- statements
 
-    def _statement(self, node: ast.stmt | ast.ExceptHandler) -> None:
+    def _visit(self, node: ast.AST) -> None:
+        """Note the uses of names in a statement, or in a part of one that is no expression."""
         if isinstance(node, ast.Expr):
             self._expression_statement(node.value)
         elif isinstance(node, ast.Assign):
-            self._assign(node.targets, node.value)
+            self._assign_all(node.targets, node.value)
         elif isinstance(node, ast.AnnAssign):
             if node.value is not None:
-                self._assign([node.target], node.value)
+                self._assign(node.target, node.value)
         elif isinstance(node, ast.AugAssign):
-            self._change(node.target, [node.value], "+=")
+            self._change(node.target, [node.value])
         elif isinstance(node, (*_FUNCTIONS, ast.ClassDef)):
             self._excluded.add(node.name)
             self._inner(node)
@@ -230,33 +206,51 @@ class _Uses:
             for alias in node.names:
                 self._is_dynamic |= alias.name == "*"
                 self._excluded.add(alias.asname or alias.name.partition(".")[0])
-        else:
-            self._compound_statement(node)
-
-    def _compound_statement(self, node: ast.stmt | ast.ExceptHandler) -> None:
-        if isinstance(node, (ast.If, ast.While)):
-            self._use(node.test)
-            counts = [each for each in ast.walk(node.test) if _is_remainder(each)]
-            if counts and not all(map(self._only_prints, [*node.body, *node.orelse])):
-                self._decides.update(name for each in counts for name in _names_in(each))
-            self._statements([*node.body, *node.orelse])
         elif isinstance(node, (ast.For, ast.AsyncFor)):
             self._use(node.iter)
-            self._bind(node.target, _NONE, _UNKNOWN, _UNKNOWN)
-            self._statements([*node.body, *node.orelse])
-        elif isinstance(node, (ast.With, ast.AsyncWith)):
-            for item in node.items:
-                self._with(item)
-            self._statements(node.body)
-        elif isinstance(node, ast.Try):
-            self._statements([*node.body, *node.handlers, *node.orelse, *node.finalbody])
-        elif isinstance(node, ast.ExceptHandler):
-            if node.type is not None:
-                self._use(node.type)
-            self._excluded.add(node.name or "")
-            self._statements(node.body)
+            self._assign(node.target, _ANYTHING)
+            for statement in (*node.body, *node.orelse):
+                self._visit(statement)
         else:
-            self._other_statement(node)
+            self._visit_any_other(node)
+
+    def _visit_any_other(self, node: ast.AST) -> None:
+        """Visit the statements inside; count as used each name in its expressions.
+
+        Names that it binds in ways of its own, as `except` and `global` do, are left out.
+        """
+        if isinstance(node, (ast.If, ast.While)):
+            counts = [part for part in ast.walk(node.test) if _is_remainder(part)]
+            if counts and not all(map(self._only_prints, (*node.body, *node.orelse))):
+                self._decides.update(name for count in counts for name in _names_in(count))
+        bound = (getattr(node, "name", None), getattr(node, "rest", None))
+        self._excluded.update(filter(None, (*bound, *getattr(node, "names", ()))))
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                self._use(child)
+            else:
+                self._visit(child)
+        if isinstance(node, ast.withitem) and node.optional_vars is not None:
+            call = node.context_expr
+            if isinstance(call, ast.Call) and self._builtin(call.func) == "open":
+                self._files.update(_names_in(node.optional_vars))
+
+    def _expression_statement(self, call: ast.expr) -> None:
+        if not isinstance(call, ast.Call):
+            self._use(call)
+            return
+        function, values = call.func, [*call.args, *(keyword.value for keyword in call.keywords)]
+        if self._builtin(function) == "print":
+            self._flow(values, _NONE)
+        elif not isinstance(function, ast.Attribute):
+            self._use(call)
+        elif function.attr in _LOGGING and self._is_log(function.value):
+            self._use(function.value)
+            self._flow(values, _NONE)
+        elif function.attr in _IN_PLACE or _TORCH_IN_PLACE.fullmatch(function.attr):
+            self._change(function.value, values)
+        else:
+            self._use(call)
 
     def _only_prints(self, node: ast.stmt) -> bool:
         """Return True for `print(...)`, a call of a logging method, and for `name = constant`."""
@@ -267,107 +261,53 @@ class _Uses:
             return call.func.attr in _LOGGING
         return isinstance(call, ast.Call) and self._builtin(call.func) == "print"
 
-    def _statements(self, nodes: Iterable[ast.stmt | ast.ExceptHandler]) -> None:
-        for node in nodes:
-            self._statement(node)
+    def _assign_all(self, targets: list[ast.expr], value: ast.expr) -> None:
+        for target in targets:
+            self._assign(target, value)
+            if isinstance(target, ast.Name) and not isinstance(value, ast.Constant):
+                value = target  # in `x = y = []` both hold one object
 
-    def _other_statement(self, node: ast.AST) -> None:
-        """Count each name in it as used; those that it may bind are left out of the set."""
-        for each in ast.walk(node):
-            if isinstance(each, ast.Name):
-                self._excluded.add(each.id)
-            elif isinstance(each, (ast.Global, ast.Nonlocal)):
-                self._excluded.update(each.names)
-            elif isinstance(each, (ast.MatchAs, ast.MatchStar)):
-                self._excluded.add(each.name or "")
-            elif isinstance(each, ast.MatchMapping):
-                self._excluded.add(each.rest or "")
-        self._inner(node)
-
-    def _with(self, item: ast.withitem) -> None:
-        self._use(item.context_expr)
-        if item.optional_vars is not None:
-            names = set(_names_in(item.optional_vars))
-            self._excluded.update(names)
-            call = item.context_expr
-            if isinstance(call, ast.Call) and self._builtin(call.func) == "open":
-                self._files.update(names)
-
-    def _expression_statement(self, node: ast.expr) -> None:
-        if not isinstance(node, ast.Call):
-            if not isinstance(node, ast.Constant):
-                self._use(node)
-            return
-        function, values = node.func, [*node.args, *(keyword.value for keyword in node.keywords)]
-        if self._builtin(function) == "print":
-            self._flow(values, _NONE)
-        elif not isinstance(function, ast.Attribute):
-            self._use(node)
-        elif function.attr in _LOGGING and self._is_log(function.value):
-            self._use(function.value)
-            self._flow(values, _NONE)
-        elif function.attr in _IN_PLACE or (
-            function.attr.endswith("_") and not function.attr.startswith("_")
-        ):
-            self._change(function.value, values, function.attr)
-        else:
-            self._use(node)
-
-    def _assign(self, targets: list[ast.expr], value: ast.expr) -> None:
-        if len(targets) == 1:
-            pairs = _pairs(targets[0], value)
-        else:
-            pairs = [(target, value) for target in targets]
-        several = frozenset(name for target in targets for name in _names_in(target))
-        sinks = frozenset(sink for target, _ in pairs for sink in self._sinks(target))
-        is_one_object = len(targets) > 1 and not isinstance(value, ast.Constant)
-        for target, part in pairs:
-            self._flow([part], sinks if len(targets) > 1 else self._sinks(target))
-            holds, contains = self._sources(part)
-            self._bind(target, part, holds | several if is_one_object else holds, contains)
-
-    def _sinks(self, target: ast.expr) -> _Names:
-        """Return the names that an assignment to this target passes a value on to."""
+    def _assign(self, target: ast.expr, value: ast.expr, *, is_item: bool = False) -> None:
+        """Note an assignment; with `is_item` of one item of the value."""
         if isinstance(target, (ast.Tuple, ast.List)):
-            return frozenset(sink for each in target.elts for sink in self._sinks(each))
-        return frozenset((_stored_in(target),))
-
-    def _bind(
-        self, target: ast.expr, value: ast.expr | _Names, holds: _Names, contains: _Names
-    ) -> None:
-        """Note what a target may hold from now on."""
-        if isinstance(target, ast.Name):
+            values = _items(value, len(target.elts))
+            for number, part in enumerate(target.elts):
+                item = value if values is None else values[number]
+                self._assign(part, item, is_item=is_item or values is None)
+        elif isinstance(target, ast.Name):
+            self._flow([value], frozenset((target.id,)))
+            holds, contains = self._sources(value)
+            if is_item and not isinstance(value, ast.Constant):
+                holds, contains = holds | contains | _UNKNOWN, _UNKNOWN
             self._bound.add(target.id)
             self._holds[target.id] |= holds
             self._contains[target.id] |= contains
-        elif isinstance(target, (ast.Tuple, ast.List)):
-            inner = holds | contains | (_NONE if isinstance(value, ast.Constant) else _UNKNOWN)
-            for each in target.elts:
-                self._bind(each, value, inner, _UNKNOWN)
-        elif isinstance(target, ast.Subscript) and isinstance(value, ast.expr):
-            self._change(target, [value], "=")
+        elif isinstance(target, ast.Subscript):
+            self._change(target.value, [value], key=target.slice)
         else:
             self._use(target)
+            self._use(value)
 
-    def _change(self, target: ast.expr, values: list[ast.expr], how: str) -> None:
-        """Note that a statement changes the object of the target's name by these values."""
-        name = _stored_in(target)
-        if name is None:
-            for each in (target, *values):
-                self._use(each)
+    def _change(
+        self, target: ast.expr, values: list[ast.expr], key: ast.expr | None = None
+    ) -> None:
+        """Note that a statement changes the object of the target in place by these values.
+
+        `key`: where in the object.
+        """
+        keys, root = [key] if key is not None else [], target
+        while isinstance(root, ast.Subscript):
+            keys.append(root.slice)
+            root = root.value
+        if not isinstance(root, ast.Name):
+            for part in (root, *keys, *values):
+                self._use(part)
             return
-        self._changed.add(name)
-        if isinstance(target, ast.Subscript) and (
-            how != "=" or isinstance(target.value, ast.Subscript)
-        ):
-            self._parts_changed.add(name)
-        part: ast.expr = target
-        while isinstance(part, ast.Subscript):
-            self._flow([part.slice], frozenset((name,)))
-            part = part.value
-        self._flow(values, frozenset((name,)))
-        for value in values:
-            self._contains[name] |= frozenset().union(*self._sources(value))
+        self._changed.add(root.id)
+        if root is not target:
+            self._parts_changed.add(root.id)
+        self._flow([*keys, *values], frozenset((root.id,)))
+        self._contains[root.id] |= _NONE.union(*(s for v in values for s in self._sources(v)))
 
     # ---- expressions
 
@@ -380,25 +320,18 @@ class _Uses:
         for node in nodes:
             if isinstance(node, ast.Name):
                 self._flows[node.id] |= sinks
+                if None in sinks and not isinstance(node.ctx, ast.Load):
+                    self._excluded.add(node.id)
             elif isinstance(node, ast.Lambda):
                 self._inner(node)
             elif isinstance(node, ast.NamedExpr):
-                self._flow([node.value], sinks | {node.target.id})
-                self._flow([node.target], sinks)
-                self._bind(node.target, node.value, *self._sources(node.value))
-            elif isinstance(node, ast.Call):
-                if self._trains(node.func):
-                    self._decides.update(_names_in(node))
-                is_pure = self._is_pure(node)
-                parts = [node.func, *node.args, *node.keywords]
-                self._flow(parts, sinks if is_pure else sinks | _UNKNOWN)
-            elif isinstance(node, (*_COMPREHENSIONS, ast.IfExp, ast.BoolOp)):
-                whether = _NONE if self._is_all_pure(node) else _UNKNOWN  # they decide on a call
-                self._flow(ast.iter_child_nodes(node), sinks | whether)
-            elif isinstance(node, _PLAIN):
-                self._flow(ast.iter_child_nodes(node), sinks)
+                self._assign(node.target, node.value)
+                self._flow([node.target, node.value], sinks)
             else:
-                self._flow(ast.iter_child_nodes(node), _UNKNOWN)
+                if isinstance(node, ast.Call) and self._trains(node.func):
+                    self._decides.update(_names_in(node))
+                is_use = not self._only_computes(node)
+                self._flow(ast.iter_child_nodes(node), sinks | _UNKNOWN if is_use else sinks)
 
     def _inner(self, node: ast.AST) -> None:
         """Leave out each name that an inner function or class mentions."""
@@ -406,12 +339,14 @@ class _Uses:
             if isinstance(inner, _SCOPES):
                 self._excluded.update(_names_in(inner))
 
-    def _is_all_pure(self, node: ast.AST) -> bool:
-        return all(
-            isinstance(each, (*_PLAIN, ast.Name))
-            or (isinstance(each, ast.Call) and self._is_pure(each))
-            for each in ast.walk(node)
-        )
+    def _only_computes(self, node: ast.AST) -> bool:
+        """Return True if an expression does nothing but compute something of its parts."""
+        if isinstance(node, ast.Call):
+            return self._is_pure(node)
+        if isinstance(node, (*_COMPREHENSIONS, ast.IfExp, ast.BoolOp)):  # they decide on a call
+            parts = [part for part in ast.walk(node) if isinstance(part, (ast.Call, *_NOT_PURE))]
+            return all(isinstance(part, ast.Call) and self._is_pure(part) for part in parts)
+        return not isinstance(node, _NOT_PURE)
 
     def _is_pure(self, call: ast.Call) -> bool:
         """Return True for a call that only computes something of its arguments."""
@@ -420,7 +355,7 @@ class _Uses:
         if not isinstance(call.func, ast.Attribute):
             return self._builtin(call.func) in _PURE_BUILTINS
         root = _root(call.func)
-        value, arguments = self._value(root), [*call.args, *call.keywords]
+        value, arguments = self._value(root), (*call.args, *call.keywords)
         if isinstance(root, ast.Name) and value is None and any(map(_has_name, arguments)):
             return False  # of an object that is not there yet, and may be of any class
         return call.func.attr in _PURE and not _is_own(value)
@@ -452,42 +387,33 @@ class _Uses:
             return (_NONE if self._builtin(node) else frozenset((node.id,))), _NONE
         if isinstance(node, (ast.Attribute, ast.Subscript, ast.Starred)):
             return _NONE.union(*self._sources(node.value)), _NONE
-        if isinstance(node, (ast.Constant, ast.Compare, ast.UnaryOp, ast.JoinedStr)):
-            return _NONE, _NONE
         if isinstance(node, (ast.IfExp, ast.BoolOp)):
             either = [node.body, node.orelse] if isinstance(node, ast.IfExp) else node.values
             pairs = [self._sources(one) for one in either]
             return _NONE.union(*(a for a, _ in pairs)), _NONE.union(*(b for _, b in pairs))
-        if isinstance(node, ast.Call) and self._makes_anew(node):
-            return _NONE, _NONE
-        parts = self._parts(node)
+        parts = self._put_in(node)
         if parts is None:
             return _UNKNOWN, _UNKNOWN
-        return _NONE, _NONE.union(*(each for part in parts for each in self._sources(part)))
+        return _NONE, _NONE.union(*(names for part in parts for names in self._sources(part)))
 
-    def _parts(self, node: ast.expr) -> list[ast.expr] | None:
-        """Return what a container in the source is made of; None for anything else."""
-        if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
-            return node.elts
-        if isinstance(node, ast.Dict):
-            return node.values
-        if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp)):
-            return [node.elt]
-        if isinstance(node, ast.DictComp):
-            return [node.value]
-        if isinstance(node, ast.BinOp):  # of lists
-            return [node.left, node.right]
-        if isinstance(node, ast.Call):
-            builtin = self._builtin(node.func)
-            made = self._value(node.func) if builtin is None else getattr(builtins, builtin)
-            if any(made is kind for kind in _CONTAINERS):
-                return [*node.args, *(keyword.value for keyword in node.keywords)]
-        return None
-
-    def _makes_anew(self, call: ast.Call) -> bool:
-        if isinstance(call.func, ast.Attribute):
-            return call.func.attr in _ANEW and self._is_pure(call)
-        return self._builtin(call.func) in _ANEW_BUILTINS
+    def _put_in(self, node: ast.expr) -> Iterable[ast.expr] | None:
+        """Return what a new object is made of: the parts of a container; None if not understood."""
+        if isinstance(node, (ast.Constant, ast.Compare, ast.UnaryOp, ast.JoinedStr)):
+            return ()
+        if isinstance(node, _DISPLAYS):
+            return [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
+        if not isinstance(node, ast.Call):
+            return None
+        builtin = self._builtin(node.func)
+        if isinstance(node.func, ast.Attribute):
+            makes_anew = node.func.attr in _ANEW and self._is_pure(node)
+        else:
+            makes_anew = builtin in _ANEW_BUILTINS
+        if makes_anew:
+            return ()
+        made = self._value(node.func) if builtin is None else getattr(builtins, builtin)
+        is_container = any(made is kind for kind in _CONTAINERS)
+        return [*node.args, *(word.value for word in node.keywords)] if is_container else None
 
     # ---- values that are there already
 
@@ -525,25 +451,15 @@ def _root(node: ast.expr) -> ast.expr:
     return node
 
 
-def _stored_in(target: ast.expr) -> str | None:
-    """Return the name that a change of this target changes; None for one not understood."""
-    while isinstance(target, ast.Subscript):
-        target = target.value
-    return target.id if isinstance(target, ast.Name) else None
-
-
-def _pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
-    """Return each target with its part of the value, as in `a, b = 0, []`."""
-    kinds = (ast.Tuple, ast.List)
-    if isinstance(target, kinds) and isinstance(value, kinds):
-        is_plain = not any(isinstance(e, ast.Starred) for e in (*target.elts, *value.elts))
-        if is_plain and len(target.elts) == len(value.elts):
-            return list(zip(target.elts, value.elts, strict=True))
-    return [(target, value)]
+def _items(value: ast.expr, number: int) -> list[ast.expr] | None:
+    """Return the items of a tuple or list in the source, if they are so many; else None."""
+    items = value.elts if isinstance(value, (ast.Tuple, ast.List)) else []
+    is_plain = not any(isinstance(item, ast.Starred) for item in items)
+    return items if is_plain and len(items) == number else None
 
 
 def _has_name(node: ast.AST) -> bool:
-    return any(isinstance(each, ast.Name) for each in ast.walk(node))
+    return any(True for _ in _names_in(node))
 
 
 def _names_in(node: ast.AST) -> Iterator[str]:
