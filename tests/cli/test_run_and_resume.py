@@ -1,8 +1,8 @@
 """`trainckpt run` and `trainckpt resume` with the real torchrun and the example, on two ranks.
 
 One run goes through all of it, since each start of torchrun takes seconds: its ranks are killed,
-the supervisor gets SIGTERM, one rank alone gets it, and at last the run finishes; its trace is that
-of the uninterrupted run.
+the supervisor gets SIGTERM, `one_rank`: one rank alone gets it, too, and at last the run finishes;
+its trace is that of the uninterrupted run.
 """
 
 from __future__ import annotations
@@ -105,10 +105,11 @@ def send_all(pids: list[int], number: int) -> None:
         os.kill(pid, number)
 
 
-def test_a_run_is_killed_stopped_resumed_and_exact(server, tmp_path):
+@pytest.mark.parametrize("one_rank", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_run_is_killed_stopped_resumed_and_exact(server, tmp_path, one_rank):
     """SIGKILL of the ranks, SIGTERM to the supervisor, SIGTERM to one rank: not a bit is lost.
 
-    The third attempt encrypts, the last is told how to read that.
+    The attempts after the first encrypt, the last is told how to read that.
     """
     reference, folder = tmp_path / "reference", tmp_path / "interrupted"
     reference.mkdir()
@@ -135,7 +136,9 @@ def test_a_run_is_killed_stopped_resumed_and_exact(server, tmp_path):
     assert killed["exit_code"] == code
     assert not any(map(launch.alive, newest_pids(folder)))
 
-    second = Trainckpt(server, folder / "second", "resume", run)
+    keys.write_identity(folder / "identity", identity := keys.generate())
+    to = {"TRAINCKPT_ENCRYPT_TO": identity.recipient}
+    second = Trainckpt(server, folder / "second", "resume", run, **to)
     code = second.after(folder, 8, lambda: os.kill(second.pid, signal.SIGTERM))
     assert code == 75, second.shown()
     stopped = outcome(folder, 2)
@@ -145,19 +148,22 @@ def test_a_run_is_killed_stopped_resumed_and_exact(server, tmp_path):
     assert stopped["exactness"] == "bitwise"
     assert stopped["tiers"] == ["local"]
 
-    keys.write_identity(folder / "identity", identity := keys.generate())
-    to = {"TRAINCKPT_ENCRYPT_TO": identity.recipient}
-    third = Trainckpt(server, folder / "third", "resume", run, **to)
-    code = third.after(folder, 8, lambda: os.kill(newest_pids(folder)[1], signal.SIGTERM))
-    assert code == 75, third.shown()
-    assert outcome(folder, 3)["outcome"] == "stopped"
-
     read = ("--identity", str(folder / "identity"))
+    if one_rank:
+        third = Trainckpt(server, folder / "third", "resume", *read, run, **to)
+        code = third.after(folder, 8, lambda: os.kill(newest_pids(folder)[1], signal.SIGTERM))
+        assert code == 75, third.shown()
+        assert outcome(folder, 3)["outcome"] == "stopped"
+
     last = Trainckpt(server, folder / "last", "resume", "--json", *read, run)
     assert last.wait() == 0, last.shown()
-    assert outcome(folder, 4)["outcome"] == "finished"
-    manifest = json.loads(next((folder / "run/snapshots").glob("*~4.*/manifest.json")).read_bytes())
-    assert manifest["encryption"]["keys"].keys() == {f"{manifest['id']}~4.{manifest['sequence']}"}
+    number = 3 + one_rank
+    assert outcome(folder, number)["outcome"] == "finished"
+    newest = next((folder / "run/snapshots").glob(f"*~{number}.*/manifest.json"))
+    manifest = json.loads(newest.read_bytes())
+    assert manifest["encryption"]["keys"].keys() == {
+        f"{manifest['id']}~{number}.{manifest['sequence']}"
+    }
     for rank in range(2):
         assert merged(folder, rank) == lines(reference, rank)
         final = f"trace/final{rank}.json"

@@ -30,28 +30,31 @@ def kill_alone(supervisor: int, run: Run) -> None:
     wait_for(lambda: not any(map(launch.alive, pids)))
 
 
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_trainckpt_run_ends_with_75_for_every_stop_and_goes_on_to_the_same_bit(
-    straight, supervised, tmp_path
+    straight, supervised, tmp_path, again
 ):
-    """SIGTERM to one rank, Ctrl-C, SIGKILL to the supervisor alone; then to the end.
+    """Ctrl-C, SIGKILL to the supervisor alone; `again`: SIGTERM to one rank before; to the end.
 
     SIGTERM to the supervisor: tests/cli.
     """
     run = Run(tmp_path / "r", 2)
 
+    if again:
+        one_rank = supervised(run)
+        assert stop(one_rank, run, lambda: sigterm(run.pids()[0])) == [75], one_rank.said()
+        run.assert_stopped(1)
+        assert "Traceback" not in one_rank.said()
+
     first = supervised(run)
-    assert stop(first, run, lambda: sigterm(run.pids()[0])) == [75], first.said()
-    run.assert_stopped(1)
+    assert stop(first, run, lambda: os.kill(first.pid, signal.SIGINT)) == [75], first.said()
+    run.assert_stopped(1 + again)
+    assert "Traceback" not in first.said()
     assert "without a supervisor" not in first.said()
 
     second = supervised(run)
-    assert stop(second, run, lambda: os.kill(second.pid, signal.SIGINT)) == [75], second.said()
-    run.assert_stopped(2)
-    assert "Traceback" not in first.said() + second.said()
-
-    third = supervised(run)
-    assert stop(third, run, lambda: kill_alone(third.pid, run)) not in ([0], [75]), third.said()
-    run.assert_stopped(3)
+    assert stop(second, run, lambda: kill_alone(second.pid, run)) not in ([0], [75]), second.said()
+    run.assert_stopped(2 + again)
 
     last = supervised(run)
     assert ended(last) == [0], last.said()
