@@ -9,6 +9,7 @@ import pytest
 from tests.end_to_end.training import attempt, record
 from trainckpt.attempt import launch
 from trainckpt.errors import ConfigurationError
+from trainckpt.storage.redact import redact_arguments
 
 
 @pytest.mark.parametrize(
@@ -24,7 +25,7 @@ from trainckpt.errors import ConfigurationError
     ],
 )
 def test_secrets_in_arguments_are_redacted(argv, shown):
-    assert launch.redact_arguments(argv) == shown
+    assert redact_arguments(argv) == shown
 
 
 def test_only_variables_that_shape_a_run_are_kept_and_their_secrets_are_not():

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from trainckpt.attempt import launch
 from trainckpt.cli.main import VERBS, main, parse
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt_record import AttemptRecord
@@ -24,6 +23,7 @@ from trainckpt.launcher.torchrun_command import (
 )
 from trainckpt.run_directory.run_url import open_directory
 from trainckpt.snapshot import attempt_history
+from trainckpt.storage.redact import redact_arguments
 
 
 @pytest.mark.parametrize("verb", [None, *VERBS])
@@ -257,7 +257,7 @@ def recorded(run, argv: list[str]) -> None:
     tier = open_directory(str(run))
     attempt_history.found_run(tier)
     facts = {
-        "argv": launch.redact_arguments(argv),
+        "argv": redact_arguments(argv),
         "launch": {"kind": "python", "nproc": 1},
         "cwd": str(run),
     }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainckpt.attempt.launch import redact_arguments, redact_environment, redact_text
+from trainckpt.attempt.launch import redact_environment
+from trainckpt.storage.redact import redact_arguments, redact_text
 
 
 @pytest.mark.parametrize(

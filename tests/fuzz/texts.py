@@ -19,6 +19,7 @@ from trainckpt.preemption import wall_time
 from trainckpt.ranks.world import current_world
 from trainckpt.run_directory import run_url
 from trainckpt.stop import deadline
+from trainckpt.storage.redact import redact_arguments
 
 MOST_WAIT_S = 9e9  # what threading can wait for
 REFUSALS = (TrainckptError,)
@@ -138,7 +139,7 @@ def run_commands(data):
         return
     words = tree.get("words")
     words = [w for w in words if isinstance(w, str)] if isinstance(words, list) else []
-    launch.redact_arguments(words)
+    redact_arguments(words)
     facts = tree.get("facts")
     if isinstance(facts, dict):
         argv, _, nproc = launch.recorded_command(facts)

@@ -6,6 +6,7 @@ import pytest
 
 from trainckpt.attempt import launch
 from trainckpt.errors import ConfigurationError
+from trainckpt.storage.redact import redact_arguments
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2"}
 ACCELERATE = {**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "bf16"}
@@ -75,7 +76,7 @@ def test_what_is_lost_without_a_supervisor_is_said_for_each_launcher():
     ],
 )
 def test_secrets_are_found_wherever_they_stand(argv):
-    assert "s3cr3t" not in " ".join(launch.redact_arguments(argv))
+    assert "s3cr3t" not in " ".join(redact_arguments(argv))
     assert "s3cr3t" not in launch.shown_command(argv)
 
 
@@ -90,4 +91,4 @@ def test_secrets_are_found_wherever_they_stand(argv):
 )
 def test_what_only_looks_like_a_secret_stays(argv):
     """A command that lost an argument cannot be launched again."""
-    assert launch.redact_arguments(argv) == argv
+    assert redact_arguments(argv) == argv

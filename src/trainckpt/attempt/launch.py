@@ -6,9 +6,7 @@
                 choices to the script
     srun        tasks of a Slurm step; only Slurm can start those
 
-Secrets are redacted before anything is stored: variables and arguments named like a key, token,
-secret, password or credential keep their name and lose their value, wherever such a pair stands in
-a text; so do passwords in URLs and values that look like the keys of known services.
+Secrets are redacted before anything is stored (`storage/redact.py`).
 
 `command_hash` identifies a command, so that one command's notes never count for another. The same
 script with the same arguments may train several runs: the options in its environment, the run
@@ -27,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError
-from trainckpt.storage.redact import keys_redacted
+from trainckpt.storage.redact import REDACTED, is_secret, redact_arguments, redact_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,35 +33,11 @@ if TYPE_CHECKING:
     from trainckpt.attempt.options import Options
 
 
-REDACTED = "<redacted>"
 AT_VARIABLE = "TRAINCKPT_RESUME_AT"
 ACCEPT_OLDER_VARIABLE = "TRAINCKPT_ACCEPT_OLDER"
 DUMPS_VARIABLE = "TRAINCKPT_CAN_DUMP"  # its supervisor can dump it
 PYTHON, TORCHRUN, ACCELERATE, SRUN = "python", "torchrun", "accelerate", "srun"
 START_AGAIN = "start the script again as before"
-_WORDS = (
-    r"(?:(?:api|access|private|secret|encryption|auth|signing|ssh)?[-_]?key"
-    r"|(?:access|api|auth|bearer|refresh|session)?[-_]?token|secret|\w*passw(?:or)?d|pwd"
-    r"|passphrase|credentials?|auth|cookie)"
-)
-# Whole words: `--max-tokens` and `--tokenizer` are no secrets, `HF_TOKEN` and `hub.token` are.
-_SECRET = re.compile(rf"(?:^|[^A-Za-z0-9]){_WORDS}(?:$|[-_.](?:id|file)?$)", re.IGNORECASE)
-_CAMEL_SECRET = re.compile(r"[a-z](?:Key|Token|Secret|Password|Credentials?)$")
-# The same as `name=value` or `"name": "value"` somewhere in a text.
-_PAIR = re.compile(
-    rf"((?:^|[\s;&?,{{\[\"'])[-\w.]*?(?<![A-Za-z0-9]){_WORDS}(?:[-_.]id)?"
-    r"(?:[\"']\s*[=:]\s*[\"']?|[=:](?=\S)[\"']?))[^\s\"'&,;}\]]+",
-    re.IGNORECASE,
-)
-_BEARER = re.compile(r"\b((?:Bearer|Basic)\s+)[-\w.~+/=]{8,}", re.IGNORECASE)
-# A user, with or without a password; but Azure's abfs://container@account holds neither.
-_URL_SECRET = re.compile(
-    r"(?<=://)(?:(?<!abfs://)(?<!abfss://)(?<!az://)[^/?#\s]+|[^/?#\s:@]*:[^/?#\s]+)(?=@)"
-)
-_KNOWN_KEY = re.compile(
-    r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abp]-|AKIA|AIza|eyJ)[-\w]{12,}"
-    r"(?:\.[-\w]+)*"
-)
 _RECORDED = re.compile(
     r"TRAINCKPT_|OMP_NUM_THREADS|MKL_|TORCH|CUDA_|CUBLAS_|NCCL_|GLOO_|PYTHONHASHSEED|PYTHONPATH"
     r"|SLURM_JOB_ID|ACCELERATE_|FSDP_"
@@ -148,26 +122,10 @@ def missing_supervisor(environment: Mapping[str, str]) -> list[str]:
     return ["no automatic restart, and a deadline cannot be enforced from outside"]
 
 
-def redact_arguments(argv: Sequence[str]) -> list[str]:
-    """Return the command, with the value of every secret-sounding option replaced."""
-    shown, hide_next = [], False
-    for argument in argv:
-        name, equals, _ = argument.partition("=")
-        secret = bool(equals or name.startswith("-")) and _is_secret(name)
-        if hide_next and not argument.startswith("--"):
-            shown.append(REDACTED)
-        elif secret and equals:
-            shown.append(f"{redact_text(name)}={REDACTED}")
-        else:
-            shown.append(redact_text(argument))
-        hide_next = secret and not equals
-    return shown
-
-
 def redact_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that shape a training run, with secrets replaced."""
     return {
-        name: REDACTED if _is_secret(name) else redact_text(value)
+        name: REDACTED if is_secret(name) else redact_text(value)
         for name, value in sorted(environment.items())
         if _RECORDED.match(name) and not _OWN_VARIABLES.match(name)
     }
@@ -210,18 +168,6 @@ def recorded_cwd(facts: Mapping[str, Any]) -> Path:
     """Return the folder in which the command was launched."""
     cwd = facts.get("cwd")
     return Path(cwd) if isinstance(cwd, str) else Path.cwd()
-
-
-def redact_text(text: str) -> str:
-    """Replace the secrets in a text: pairs, passwords in URLs, well-known keys."""
-    text = keys_redacted(_URL_SECRET.sub(REDACTED, text))
-    text = _PAIR.sub(rf"\g<1>{REDACTED}", text)
-    text = _BEARER.sub(rf"\g<1>{REDACTED}", text)
-    return _KNOWN_KEY.sub(REDACTED, text)
-
-
-def _is_secret(name: str) -> bool:
-    return _SECRET.search(name) is not None or _CAMEL_SECRET.search(name) is not None
 
 
 def evidence_of_restart(environment: Mapping[str, str] | None = None) -> str:

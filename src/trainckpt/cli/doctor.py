@@ -23,7 +23,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.attempt import heartbeat, launch
+from trainckpt.attempt import heartbeat
 from trainckpt.attempt.options import read_options
 from trainckpt.cli import output, tier_status
 from trainckpt.encryption.encrypted_file import bytes_per_s
@@ -39,6 +39,7 @@ from trainckpt.snapshot import attempt_history, catalog
 from trainckpt.storage import fs_probe, host_resources
 from trainckpt.storage.local import LocalTier
 from trainckpt.storage.object_store import ObjectStoreTier
+from trainckpt.storage.redact import redact_text
 from trainckpt.storage.retry import CLOSED
 from trainckpt.storage.worker_pool import answer_within
 
@@ -481,7 +482,7 @@ def check_tiers(run_tier: RunTier) -> Iterator[DoctorCheck]:
 
 
 def _check_tier(tier: Tier, records: Mapping[int, AttemptRecord]) -> Iterator[DoctorCheck]:
-    name, url = f"tier {tier.name}", launch.redact_text(tier.url)
+    name, url = f"tier {tier.name}", redact_text(tier.url)
     try:
         if isinstance(tier, ObjectStoreTier):
             speed = try_store(tier)
@@ -490,7 +491,7 @@ def _check_tier(tier: Tier, records: Mapping[int, AttemptRecord]) -> Iterator[Do
             speed = try_directory(tier)[2] or "no room to measure it"
         yield _fine(name, f"{url}: {speed}")
     except TrainckptError as error:
-        yield _lacks(name, launch.redact_text(error.message), error.hint or TIER_CURE)
+        yield _lacks(name, redact_text(error.message), error.hint or TIER_CURE)
     except OSError as error:
         yield _lacks(name, f"{url}: {error.strerror}", TIER_CURE)
     if isinstance(tier, ObjectStoreTier):

@@ -28,6 +28,7 @@ from trainckpt.run_directory.run_tiers import open_everywhere
 from trainckpt.snapshot import attempt_history, catalog
 from trainckpt.snapshot.catalog import Candidate
 from trainckpt.storage import replica_slots
+from trainckpt.storage.redact import REDACTED, redact_arguments
 from trainckpt.storage.shared_memory import SharedMemoryDir
 
 if TYPE_CHECKING:
@@ -168,13 +169,13 @@ def _planned(arguments: argparse.Namespace) -> _Relaunch:
     nproc = arguments.nproc or nproc
     with_torchrun = kind != launch.PYTHON or nproc > 1
     prefix = f"torchrun --nproc-per-node={nproc} " if with_torchrun else ""
-    say(prefix + shlex.join(launch.redact_arguments(command)))
+    say(prefix + shlex.join(redact_arguments(command)))
     limit = arguments.max_restarts
     _, restarts = take_max_restarts([] if limit is None else [f"--max-restarts={limit}"])
     environment = _variables(facts, arguments, tier_urls, elsewhere)
     # for a script that names no run directory itself
     place_url = facts.get(tier_config.WHERE) if arguments.run in elsewhere else tier.url
-    if isinstance(place_url, str) and launch.REDACTED not in place_url:
+    if isinstance(place_url, str) and REDACTED not in place_url:
         environment[run_url.NAME_VARIABLE] = place_url
     return _Relaunch(
         tier=tier,
@@ -284,7 +285,7 @@ def _variables(
     variables = {
         name: value
         for name, value in launch.recorded_environment(facts).items()
-        if name not in os.environ and launch.REDACTED not in value
+        if name not in os.environ and REDACTED not in value
     }
     if arguments.at:
         variables[launch.AT_VARIABLE] = arguments.at

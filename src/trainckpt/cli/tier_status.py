@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.attempt import launch
 from trainckpt.cli import output
 from trainckpt.run_directory.tier_config import TIERS, TROUBLE
 from trainckpt.storage.base import health_of
+from trainckpt.storage.redact import redact_text
 from trainckpt.storage.retry import CLOSED
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def statuses(everywhere: RunTiers, candidates: Sequence[Candidate]) -> list[Tier
     """Return every tier's status, the run's place first."""
     records = everywhere.records
     urls = {
-        str(tier.get("name")): launch.redact_text(tier["url"])
+        str(tier.get("name")): redact_text(tier["url"])
         for _, record in sorted(records.items())
         for tier in _recorded_tiers(record)
         if isinstance(tier.get("url"), str)
@@ -79,7 +79,7 @@ def statuses(everywhere: RunTiers, candidates: Sequence[Candidate]) -> list[Tier
         name, health = tier.name, health_of(tier)
         breaker = health.state if health is not None else None
         newest = next((str(c.name) for c in candidates if c.usable and name in c.tiers), None)
-        url, trouble = launch.redact_text(tier.url), trouble_of(records, name)
+        url, trouble = redact_text(tier.url), trouble_of(records, name)
         rows.append(TierStatus(name, url, breaker, newest, trouble))
     for name, reason in everywhere.silent.items():
         status = TierStatus(name, urls.get(name), None, None, trouble_of(records, name))

@@ -36,6 +36,7 @@ from trainckpt.launcher.torchrun_command import is_silent
 from trainckpt.resume.candidate_order import DIED_WHILE
 from trainckpt.run_directory import run_url
 from trainckpt.snapshot import attempt_history, catalog
+from trainckpt.storage.redact import redact_arguments
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -278,7 +279,7 @@ class NamedRun:
 
     def _new_record(self, attempt: int, parent: str) -> AttemptRecord:
         facts = {
-            "argv": launch.redact_arguments(self._command),
+            "argv": redact_arguments(self._command),
             "cwd": self._cwd,
             "env": launch.redact_environment(self._environment),
             "launch": {"kind": "torchrun", "nproc": self._nproc, "by": BY_SUPERVISOR},

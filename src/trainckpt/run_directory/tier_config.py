@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.attempt import launch
 from trainckpt.attempt.options import LOCAL
 from trainckpt.errors import ConfigurationError
 from trainckpt.run_directory import run_url
+from trainckpt.storage.redact import REDACTED, redact_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -45,7 +45,7 @@ class TierConfig:
 
     def to_facts(self) -> dict[str, Any]:
         """Return the facts for the attempt's record; secrets in URLs are left out."""
-        told = [{"name": t.name, "url": launch.redact_text(t.url)} for t in self.tiers]
+        told = [{"name": t.name, "url": redact_text(t.url)} for t in self.tiers]
         return {TIERS: told, DURABLE: self.durable} if told else {}
 
 
@@ -65,7 +65,7 @@ def open_slower(urls: Sequence[str], durable: str | None, local: Tier) -> TierCo
         tier = _open(url, local, name)
         if (found := _location(tier)) in seen:
             raise ConfigurationError(
-                f"tiers: {launch.redact_text(url)} is the place of the tier {seen[found]}",
+                f"tiers: {redact_text(url)} is the place of the tier {seen[found]}",
                 hint="name each place once, and not the run's own",
             )
         tiers.append(tier)
@@ -73,7 +73,7 @@ def open_slower(urls: Sequence[str], durable: str | None, local: Tier) -> TierCo
         called.update({tier.name: tier.name, url: tier.name, tier.url: tier.name})
     if durable is not None and durable not in called:
         raise ConfigurationError(
-            f"durable={launch.redact_text(durable)!r} is none of this run's tiers",
+            f"durable={redact_text(durable)!r} is none of this run's tiers",
             hint=f"one of {', '.join([LOCAL, *(t.name for t in tiers)])}",
         )
     last = tiers[-1].name if tiers else LOCAL
@@ -95,7 +95,7 @@ def recorded(
         return (), []
     there = {_location(t) for t in known} | {_location(local)}
     for name, url in _told(records):
-        if launch.REDACTED in url:
+        if REDACTED in url:
             unknown += [name] if name not in names else []
             continue
         tier = run_url.open_tier_at(url, name)
@@ -136,7 +136,7 @@ def _told(records: Mapping[int, AttemptRecord]) -> list[tuple[str, str]]:
 def where(run_tier: Tier) -> str:
     """Return the run directory as stored in records: a whole path, or a URL without secrets."""
     is_url = "://" in run_tier.url
-    return launch.redact_text(run_tier.url) if is_url else os.path.abspath(run_tier.url)  # noqa: PTH100
+    return redact_text(run_tier.url) if is_url else os.path.abspath(run_tier.url)  # noqa: PTH100
 
 
 def _location(tier: Tier) -> str:
