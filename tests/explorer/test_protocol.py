@@ -132,7 +132,7 @@ def test_a_save_that_one_rank_cannot_take_is_skipped_by_all():
         two_ranks(SMALL_AND_FREE, STOP, timers=True),
         two_ranks(SMALL_AND_FREE, WINDOW_STOP, STOP),
         two_ranks(SMALL_AND_FREE, SAVE, STOP),
-        two_ranks(TINY, SAVE, STOP, timers=True),
+        pytest.param(two_ranks(TINY, SAVE, STOP, timers=True), marks=pytest.mark.long),
     ],
     ids=["stop, timers", "stop, stop", "save, stop", "save, stop, timers"],
 )

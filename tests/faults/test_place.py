@@ -13,6 +13,7 @@ import pytest
 from tests.end_to_end.training import Crash, attempt, crashed, record, usable
 from tests.faults import programs
 from tests.faults.dead_mount import dead_mount, why_not
+from tests.long_cases import long
 from trainckpt.errors import ConfigurationError, TierUnavailable
 from trainckpt.preemption import slurm
 from trainckpt.ranks.store import local_store
@@ -54,7 +55,7 @@ def trained(tmp_path_factory):
 
 
 @dead
-@pytest.mark.parametrize("mode", ["auto", "required", "never"])
+@pytest.mark.parametrize("mode", ["auto", *long("required", "never")])
 def test_a_place_that_hangs_is_69_and_named_within_the_limit(begins, tmp_path, mode):
     with dead_mount(tmp_path / "net"):
         begun = time.monotonic()
@@ -88,7 +89,7 @@ def test_a_place_whose_volume_is_not_mounted_is_69_with_the_link_that_leads_ther
 
 
 @dead
-@pytest.mark.parametrize("name", RESTARTS)
+@pytest.mark.parametrize("name", [RESTARTS[0], *long(*RESTARTS[1:])])
 def test_a_requeued_run_whose_place_does_not_answer_is_69(begins, tmp_path, monkeypatch, name):
     monkeypatch.setenv(name, "1")
     with dead_mount(tmp_path / "net") as disconnect:
