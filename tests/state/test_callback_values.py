@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainckpt.state.attributes import Watched
-from trainckpt.state.callback_values import CallbackValues
+from trainckpt.state.callback_values import PART, ObjectValues
 from trainckpt.state.captured import Captured, Saved
 
 
@@ -22,7 +22,7 @@ class Callback:
 def values_of(callback):
     watched = Watched([], [])
     watched.watch_callback(callback)
-    found = CallbackValues(watched.callbacks)
+    found = ObjectValues(PART, watched.callbacks)
     found.begin()
     return found
 

@@ -283,6 +283,11 @@ def is_own_module(name: str) -> bool:
     file = getattr(module, "__file__", None)
     if file is None or name.partition(".")[0] == __name__.partition(".")[0]:
         return False
+    return _is_outside_packages(file)
+
+
+@functools.cache
+def _is_outside_packages(file: str) -> bool:
     places = (sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib"))
     return not any(file.startswith(place + os.sep) for place in places)
 

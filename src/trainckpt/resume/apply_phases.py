@@ -160,6 +160,7 @@ class PhasedRestore:
         }
         self._hidden = apply.hidden_in_ddp(saved)
         self._registry.callback_values.restore(saved)
+        self._registry.script_variables.restore(saved)
         watched = self._registry.watched
         variables = self._registry.script_variables.differing(saved)
         self._attributes = attributes.not_restored(watched, saved)

@@ -256,15 +256,15 @@ class Watched:
             for path, part in module.named_modules()
         ]
         self._owners = [
-            self._owner(name, part, numbers_only=True) for name, part in parts if _is_watched(part)
+            self.owner(name, part, numbers_only=True) for name, part in parts if _is_watched(part)
         ]
         self._owners += [
-            self._owner(name, optimizer, numbers_only=True)
+            self.owner(name, optimizer, numbers_only=True)
             for name, optimizer in optimizers
             if _is_own(optimizer)
         ]
         self._torch_modules = [
-            self._owner(name, part, numbers_only=True)
+            self.owner(name, part, numbers_only=True)
             for name, part in parts
             if not _is_own(part)
             and (any(option in vars(part) for option in _OPTIONS) or _has_added(part))
@@ -283,7 +283,8 @@ class Watched:
         self._always: set[str] = set()
         self._begun = self._values()
 
-    def _owner(self, name: str, value: object, *, numbers_only: bool) -> WatchedObject:
+    def owner(self, name: str, value: object, *, numbers_only: bool = True) -> WatchedObject:
+        """Return the object with the attributes to leave out: tracked ones, and a framework's."""
         skipped = {key for at, key in self._tracked if at == id(value)}
         frameworks = [kind for kind in _bases(value) if _is_framework(kind)]
         assigned = _OF_EVERY_MODULE.union(*map(_assigned, frameworks))
@@ -301,7 +302,7 @@ class Watched:
         if has_state:
             self._objects.pop(name, None)
         elif name not in self._objects and _is_own(value) and hasattr(value, "__dict__"):
-            self._objects[name] = owner = self._owner(name, value, numbers_only=False)
+            self._objects[name] = owner = self.owner(name, value, numbers_only=False)
             self._begun |= owner.values()
 
     def watch_callback(self, value: object) -> None:
@@ -309,7 +310,7 @@ class Watched:
         if _is_own(value) and hasattr(value, "__dict__"):
             number = sum(type(owner.value) is type(value) for owner in self._callbacks)
             name = f"{type(value).__name__}{number or ''}"
-            owner = self._owner(name, value, numbers_only=True)
+            owner = self.owner(name, value, numbers_only=True)
             self._callbacks.append(owner)
             self._begun |= owner.values()
 

@@ -1,11 +1,12 @@
-"""Restore plain attributes of callbacks and trainers that have no state of their own.
+"""Restore plain attributes of objects without a state: callbacks, trainers, the script's own.
 
 A best score, a counter or a list of losses goes on from its value at the snapshot's boundary, if it
 has changed since the first boundary of the attempt. Plain are numbers, texts, containers of them,
-and small tensors on the CPU.
+and small tensors and arrays on the CPU.
 
-A callback that has made an object of another kind since then, such as an open file, is left as the
-script makes it: its numbers may only hold together with that object. `attributes` names its loss.
+An object that has made another one since then, such as an open file, is left as the script makes
+it: its numbers may only hold together with that one. `attributes` and `script_variables` name the
+loss.
 """
 
 from __future__ import annotations
@@ -28,17 +29,23 @@ PART = "callback values"  # no keyword can be spelled so
 _ATOMS = (bool, int, float, complex, str, bytes, type(None))
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS = (list, tuple, set, frozenset, deque, *_MAPPINGS)
+_NUMPY_KINDS = "biufc"  # numbers
 _STORED_FACTORIES = (None, list, dict, int, float)  # a snapshot can hold
 _MOST = 4096  # values in one attribute
 _BYTES = 1 << 20  # of its tensors and texts
 
 
-class CallbackValues:
-    """The plain attributes of the watched callbacks and trainers of one rank."""
+class ObjectValues:
+    """The plain attributes of some objects of one rank."""
 
-    def __init__(self, owners: Callable[[], list[attributes.WatchedObject]]) -> None:
-        """`owners`: returns the watched callbacks and trainers."""
-        self._owners = owners
+    def __init__(self, part: str, owners: Callable[[], list[attributes.WatchedObject]]) -> None:
+        """Note nothing yet.
+
+        Args:
+            part: The part of the snapshot that holds the values.
+            owners: Returns the objects.
+        """
+        self._part, self._owners = part, owners
         self._begun: dict[str, dict[str, object]] = {}  # owner -> attribute -> mark
 
     def begin(self) -> None:
@@ -51,27 +58,35 @@ class CallbackValues:
     def capture(self, out: Captured) -> None:
         """Add the values that have changed."""
         kept = {
-            name: {key: out.encode(value, f"{PART}/{name}.{key}") for key, value in changed.items()}
-            for name, changed in self._changed()
+            name: {
+                key: out.encode(value, f"{self._part}/{name}.{key}")
+                for key, value in changed.items()
+            }
+            for name, _, changed in self._changed()
             if changed
         }
         if kept:
-            out.values[PART] = kept
+            out.values[self._part] = kept
 
     def restore(self, saved: Saved) -> None:
-        """Set the saved values in callbacks of the same name."""
-        live = {owner.name: owner.value for owner in self._owners()}
-        for name, trees in saved.values.get(PART, {}).items():
+        """Set the saved values in objects of the same name."""
+        stored = saved.values.get(self._part, {})
+        live = {owner.name: owner.value for owner in self._owners()} if stored else {}
+        for name, trees in stored.items():
             for key, tree in trees.items() if name in live else ():
                 names = vars(live[name])
                 names[key] = _filled(names.get(key), saved.decode(tree))
 
     def names(self) -> set[str]:
         """Return the full name of each attribute that a save keeps now."""
-        return {f"{name}.{key}" for name, changed in self._changed() for key in changed}
+        return {f"{name}.{key}" for name, _, changed in self._changed() for key in changed}
 
-    def _changed(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the name of each callback that can be restored, and its changed attributes."""
+    def places(self) -> set[tuple[int, str]]:
+        """Return the id of the object and the name of each attribute that a save keeps now."""
+        return {(id(value), key) for _, value, changed in self._changed() for key in changed}
+
+    def _changed(self) -> Iterator[tuple[str, object, dict[str, Any]]]:
+        """Yield name and value of each object that can be restored, and its changed attributes."""
         for owner in self._owners():
             begun, changed = self._begun.get(owner.name), dict[str, Any]()
             if begun is None:
@@ -84,25 +99,28 @@ class CallbackValues:
                 if not is_wall_time(value):
                     changed[key] = _without_factories(value)
             else:
-                yield owner.name, changed
+                yield owner.name, owner.value, changed
 
 
 class _Identity(NamedTuple):
-    """The mark of a value that is not plain."""
+    """The mark of a value that is not plain, with the length of a container."""
 
     id: int
+    length: int | None
 
 
 def _mark(value: Any) -> object:
     """Return a mark that is another one once the value has changed."""
+    length = len(value) if type(value) in _CONTAINERS else None
+    other = _Identity(id(value), length)
     if _size(value, 0) is None:
-        return _Identity(id(value))
+        return other
     if type(value) in _ATOMS:
         return type(value).__name__, repr(value)
     try:
-        return attributes.digest_of(_without_factories(value)) or _Identity(id(value))
+        return attributes.digest_of(_without_factories(value)) or other
     except (TrainckptError, RuntimeError):  # a thread of the script changes it meanwhile
-        return _Identity(id(value))
+        return other
 
 
 def _size(value: Any, depth: int) -> int | None:
@@ -113,6 +131,9 @@ def _size(value: Any, depth: int) -> int | None:
     if kind is torch.Tensor:
         is_small = value.device.type == "cpu" and value.nbytes <= _BYTES
         return 1 if is_small and value.layout is torch.strided and not value.requires_grad else None
+    if kind.__module__ == "numpy":
+        is_small = getattr(value, "nbytes", _BYTES + 1) <= _BYTES
+        return 1 if is_small and value.dtype.kind in _NUMPY_KINDS else None
     if kind not in _CONTAINERS or len(value) > _MOST or depth > attributes.MAX_DEPTH:
         return None
     total = 1

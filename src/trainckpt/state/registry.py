@@ -20,6 +20,7 @@ from trainckpt.state import (
     callback_values,
     open_loaders,
     plain_tensors,
+    script_objects,
     script_randomness,
     script_variables,
 )
@@ -38,7 +39,7 @@ from trainckpt.state.adapters.stateful import (
 from trainckpt.state.adapters.tracked_file import TrackedFile
 from trainckpt.state.adapters.unsupported import refuse
 from trainckpt.state.attributes import Attributes, Watched
-from trainckpt.state.callback_values import CallbackValues
+from trainckpt.state.callback_values import ObjectValues
 from trainckpt.state.capture import DDP, FSDP, LOADERS
 from trainckpt.state.captured import VALUES
 from trainckpt.state.dtensor import training_device
@@ -58,7 +59,7 @@ RESERVED = frozenset(
         *(DDP, FSDP, LOADERS, VALUES, gradients.PART, rng.PART, tracked_file.PART),
         *(attributes.PART, attributes.GENERATORS, script_randomness.GENERATORS_PART),
         *(script_randomness.EPOCH_HEAD_PART, plain_tensors.PART, open_loaders.PART),
-        *(script_variables.PART, callback_values.PART),
+        *(script_variables.PART, script_objects.PART, callback_values.PART),
     )
 )
 
@@ -158,9 +159,9 @@ class Registry:
         )
 
     @cached_property
-    def callback_values(self) -> CallbackValues:
+    def callback_values(self) -> ObjectValues:
         """Return the plain attributes of watched callbacks and trainers."""
-        return CallbackValues(self.watched.callbacks)
+        return ObjectValues(callback_values.PART, self.watched.callbacks)
 
     @cached_property
     def plain_tensors(self) -> PlainTensors:

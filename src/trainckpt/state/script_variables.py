@@ -13,16 +13,22 @@ the script, such as its own stream of data, makes it inexact if it stands again 
 the first boundary.
 
 Modules in attributes of a trainer or callback, such as a teacher, count as variables.
+
+Plain attributes of objects in variables are restored (`script_objects`), unless something else that
+makes a resume inexact has changed: they may only hold together, as the fill of a replay buffer does
+with its samples.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
 from trainckpt.data import randomness
-from trainckpt.state import script_randomness
+from trainckpt.state import script_objects, script_randomness
+from trainckpt.state.callback_values import ObjectValues
 from trainckpt.state.live_names import live_names
 from trainckpt.state.output_names import what_names_reach
 from trainckpt.state.sketches import Sketch, Sketcher
@@ -58,9 +64,11 @@ class ScriptVariables:
         self._begun: dict[str, dict[str, Sketch]] = {}
         self._training: set[str] = set()  # that reach a loss, or count steps
         self._always: set[str] = set()  # in the snapshot that the attempt began from
+        self._objects = ObjectValues(script_objects.PART, partial(script_objects.find, registry))
 
     def begin(self) -> None:
         """Note the variables at the first boundary."""
+        self._objects.begin()
         sketcher = Sketcher(self._registry)
         for scope, frame in script_randomness.frames():
             reached = what_names_reach(frame)
@@ -76,9 +84,11 @@ class ScriptVariables:
                     self._begun[f"{scope}.{name}"] = sketches
 
     def capture(self, out: Captured) -> None:
-        """Add the sketches of those with tensors, and of those that have changed."""
-        if not self._begun:
-            return
+        """Add the sketches of those with tensors, and of those that have changed.
+
+        And the plain attributes of objects, if no other part that matters has changed.
+        """
+        kept, is_lost = self._objects.places(), False
         sketcher = Sketcher(self._registry)
         tensors: dict[str, dict[str, str]] = {}
         numbers: dict[str, dict[str, str]] = {}
@@ -86,6 +96,9 @@ class ScriptVariables:
         for variable, value in self._values(self._begun):
             begun = self._begun[variable]
             for attribute, sketch in (sketcher.of(value) or {}).items():
+                reaches = not attribute and variable in self._training
+                if (sketch.has_state or reaches) and sketch != begun.get(attribute):
+                    is_lost |= (id(value), attribute) not in kept
                 if sketch.is_position:
                     first = begun.get(attribute)
                     if first is not None and first != sketch:
@@ -93,13 +106,18 @@ class ScriptVariables:
                 elif sketch.has_state:
                     tensors.setdefault(variable, {})[attribute] = sketch.digest
                 elif variable in self._always or sketch != begun.get(attribute):
-                    reaches = not attribute and variable in self._training
                     kind = tensors if reaches else numbers
                     kind.setdefault(variable, {})[attribute] = sketch.digest
+        if not is_lost:
+            self._objects.capture(out)
         if tensors or numbers:
             out.values[PART] = {"tensors": tensors, "numbers": numbers}
         if positions:
             out.values.setdefault(PART, {"tensors": {}, "numbers": {}})["positions"] = positions
+
+    def restore(self, saved: Saved) -> None:
+        """Restore the plain attributes of objects in variables."""
+        self._objects.restore(saved)
 
     def differing(self, saved: Saved) -> Differing:
         """Return the variables that are not as they were when the snapshot was saved."""

@@ -157,11 +157,17 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
         return {**(attributes_of(_owner(value.func)) or {}), **arguments, **value.keywords}
     if kind is types.FunctionType:
         return _of_function(value) if randomness.is_own_module(value.__module__ or "") else None
-    is_own = randomness.is_own_module(kind.__module__) or kind.__name__ in _NAMESPACES
-    if not is_own or issubclass(kind, _WHOLE) or _extends_trainckpt(kind):
+    if not is_own_object(value):
         return None
     names, slots = randomness.names_of(value), randomness.slots_of(value)
     return None if names is None and not slots else {**(names or {}), **slots}
+
+
+def is_own_object(value: Any) -> bool:
+    """Return True for an object of the script's own class, and for a namespace of arguments."""
+    kind = type(value)
+    is_own = kind.__name__ in _NAMESPACES or randomness.is_own_module(kind.__module__)
+    return is_own and not issubclass(kind, _WHOLE) and not _extends_trainckpt(kind)
 
 
 def _of_function(function: types.FunctionType) -> dict[str, Any] | None:
