@@ -44,7 +44,7 @@ class LoopNumbers:
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
         """`roots`: the dataset, and the collate_fn, by these names."""
-        self._spaces = dict(namespaces(roots))
+        self._spaces = dict(data_namespaces(roots))
         self._seen: list[Any] | None = None  # all values of all objects at the last call
         self._last: dict[str, dict[str, Any]] | None = None  # None: no batch was loaded yet
         self._set_by_loop: set[str] = set()
@@ -123,7 +123,7 @@ def is_function_or_object(value: Any) -> bool:
     return isinstance(value, types.FunctionType) or is_callable_object(value)
 
 
-def namespaces(roots: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def data_namespaces(roots: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield path and attributes of each object, nearest first: datasets, transforms, collators."""
     queue = list(roots.items())
     for path, holder in queue:

@@ -15,7 +15,7 @@ from torch import nn, optim
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from trainckpt.data import randomness
-from trainckpt.data.loop_numbers import namespaces
+from trainckpt.data.restored_numbers import data_namespaces
 from trainckpt.state import script_randomness
 from trainckpt.state.sketches import Sketcher, is_own_object
 
@@ -59,4 +59,4 @@ def _data_of(loader: Any) -> list[dict[str, Any]]:
     """Return the attributes of a loader's dataset, transforms and collate_fn."""
     parts = ("dataset", "collate_fn")
     roots = {name: getattr(loader, name) for name in parts if hasattr(loader, name)}
-    return [names for _, names in namespaces(roots)]
+    return [names for _, names in data_namespaces(roots)]
