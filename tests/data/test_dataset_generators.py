@@ -149,6 +149,14 @@ def closing_over(generator):
     return lambda samples: (generator, samples)
 
 
+def with_an_attribute(generator):
+    def collate(samples):
+        return samples
+
+    collate.rng = generator
+    return collate
+
+
 class Samples(list):
     """A list with a generator beside its items."""
 
@@ -177,6 +185,7 @@ HELD = {
     "in a slot": lambda: Slotted(),
     "by a method's object": lambda: Slotted().collate,
     "by a closure": lambda: closing_over(random.Random(2)),
+    "by a function's attribute": lambda: with_an_attribute(random.Random(2)),
     "by a partial's argument": lambda: functools.partial(d.draw, random.Random(2)),
     "by what a Subset is of": lambda: Subset(d.OwnGenerators(), [0, 1]),
 }

@@ -386,7 +386,8 @@ def _function_children(function: types.FunctionType) -> list[tuple[str, Any]]:
     defaults = (function.__defaults__, function.__kwdefaults__)
     children: list[tuple[str, Any]] = [(".defaults", values) for values in defaults]
     children += _global_parts(_globals_named((function,)))
-    return children + [(f".{name}", part) for name, part in closure_of(function).items()]
+    named = {**closure_of(function), **vars(function)}
+    return children + [(f".{name}", part) for name, part in named.items()]
 
 
 def closure_of(function: types.FunctionType) -> dict[str, Any]:
