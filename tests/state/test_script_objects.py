@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import runpy
+import time
 from textwrap import indent
 
 import pytest
 
 SCRIPT = """
+import time
 import numpy, torch, trainckpt
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -51,6 +53,12 @@ class Buffer:
     def add(self, batch):
         self.samples[self.size] = batch.numpy()[:, None]
         self.size += 1
+
+class Timer:
+    def __init__(self):
+        self.begun_s, self.laps = time.perf_counter(), 0
+    def lap(self):
+        self.begun_s, self.laps = time.perf_counter(), self.laps + 1
 
 class Agent:
     def __init__(self):
@@ -181,3 +189,10 @@ def test_the_data_of_a_loader_is_left_to_it(tmp_path, caplog):
     script = Script(tmp_path, before, "pass", "data.reads")
     assert script.attempt("run", 4) == [2, 4, 6, 8]
     assert script.attempt("run")[0] == 2
+
+
+def test_a_reading_of_a_clock_is_left_as_this_process_has_it(tmp_path):
+    script = Script(tmp_path, "timer = Timer()", "pass", "(timer.begun_s, timer.lap())[0]")
+    script.attempt("run", 8)
+    between_s = time.perf_counter()
+    assert script.attempt("run")[0] > between_s

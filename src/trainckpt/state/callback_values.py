@@ -18,10 +18,10 @@ import torch
 
 from trainckpt.errors import TrainckptError
 from trainckpt.state import attributes
-from trainckpt.state.clock_readings import is_wall_time
+from trainckpt.state.clock_readings import is_reading, is_wall_time
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable
 
     from trainckpt.state.captured import Captured, Saved
 
@@ -33,6 +33,14 @@ _NUMPY_KINDS = "biufc"  # numbers
 _STORED_FACTORIES = (None, list, dict, int, float)  # a snapshot can hold
 _MOST = 4096  # values in one attribute
 _BYTES = 1 << 20  # of its tensors and texts
+
+
+class Changed(NamedTuple):
+    """An object that a resume can restore, and its attributes that have changed."""
+
+    name: str
+    value: object
+    attributes: dict[str, Any]
 
 
 class ObjectValues:
@@ -47,23 +55,27 @@ class ObjectValues:
         """
         self._part, self._owners = part, owners
         self._begun: dict[str, dict[str, object]] = {}  # owner -> attribute -> mark
+        self._clocks: set[tuple[str, str]] = set()  # owner and attribute with a clock's reading
 
     def begin(self) -> None:
         """Note the values at the first boundary: the script sets these again in each attempt."""
-        self._begun = {
-            owner.name: {key: _mark(value) for key, value in owner.own_attributes()}
-            for owner in self._owners()
-        }
+        for owner in self._owners():
+            values = owner.own_attributes()
+            self._begun[owner.name] = {key: _mark(value) for key, value in values}
+            self._clocks.update((owner.name, key) for key, value in values if is_reading(value))
 
     def capture(self, out: Captured) -> None:
         """Add the values that have changed."""
+        self.add(self.changed(), out)
+
+    def add(self, changed: Iterable[Changed], out: Captured) -> None:
+        """Add the values found by `changed`."""
         kept = {
             name: {
                 key: out.encode(value, f"{self._part}/{name}.{key}")
-                for key, value in changed.items()
+                for key, value in values.items()
             }
-            for name, _, changed in self._changed()
-            if changed
+            for name, _, values in changed
         }
         if kept:
             out.values[self._part] = kept
@@ -79,14 +91,11 @@ class ObjectValues:
 
     def names(self) -> set[str]:
         """Return the full name of each attribute that a save keeps now."""
-        return {f"{name}.{key}" for name, _, changed in self._changed() for key in changed}
+        return {f"{name}.{key}" for name, _, values in self.changed() for key in values}
 
-    def places(self) -> set[tuple[int, str]]:
-        """Return the id of the object and the name of each attribute that a save keeps now."""
-        return {(id(value), key) for _, value, changed in self._changed() for key in changed}
-
-    def _changed(self) -> Iterator[tuple[str, object, dict[str, Any]]]:
-        """Yield name and value of each object that can be restored, and its changed attributes."""
+    def changed(self) -> list[Changed]:
+        """Return the objects with changed attributes, unless they have made another object."""
+        found = []
         for owner in self._owners():
             begun, changed = self._begun.get(owner.name), dict[str, Any]()
             if begun is None:
@@ -96,10 +105,11 @@ class ObjectValues:
                     continue
                 if isinstance(mark, _Identity):
                     break
-                if not is_wall_time(value):
+                if not is_wall_time(value) and (owner.name, key) not in self._clocks:
                     changed[key] = _without_factories(value)
             else:
-                yield owner.name, owner.value, changed
+                found += [Changed(owner.name, owner.value, changed)] if changed else []
+        return found
 
 
 class _Identity(NamedTuple):

@@ -88,7 +88,8 @@ class ScriptVariables:
 
         And the plain attributes of objects, if no other part that matters has changed.
         """
-        kept, is_lost = self._objects.places(), False
+        changed, is_lost = self._objects.changed(), False
+        kept = {(id(value), key) for _, value, attributes in changed for key in attributes}
         sketcher = Sketcher(self._registry)
         tensors: dict[str, dict[str, str]] = {}
         numbers: dict[str, dict[str, str]] = {}
@@ -109,7 +110,7 @@ class ScriptVariables:
                     kind = tensors if reaches else numbers
                     kind.setdefault(variable, {})[attribute] = sketch.digest
         if not is_lost:
-            self._objects.capture(out)
+            self._objects.add(changed, out)
         if tensors or numbers:
             out.values[PART] = {"tensors": tensors, "numbers": numbers}
         if positions:
