@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from trainckpt.format import names
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from trainckpt.format.attempt_record import AttemptRecord
-    from trainckpt.format.manifest import Manifest
     from trainckpt.storage.base import Tier
 
 NEWEST, IN_TURN = 3, 2
+_ORDER = attrgetter("attempt", "sequence", "step", "micro")  # faster than the names' own
 
 
 class FollowedRun:
@@ -56,7 +57,8 @@ class FollowedRun:
         self._run_tier, self._run = run_tier, run
         self._parse = catalog.cached_parse()
         self._records: dict[int, AttemptRecord] = {}
-        self._known: dict[SnapshotName, Manifest] = {}  # whole when they were last looked at
+        self._names: dict[str, SnapshotName | None] = {}  # of the folders
+        self._known: dict[SnapshotName, Candidate] = {}  # whole when they were last looked at
         self._listed: dict[SnapshotName, Candidate] = {}  # by the last look, newest first
         self._looked: set[SnapshotName] = set()  # read in the last look
         self._reach: Mapping[int, float] = {}
@@ -80,8 +82,12 @@ class FollowedRun:
         Raises:
             TierUnavailable: the tier refused.
         """
-        listed = (SnapshotName.parse(text) for text in self.tier.list(names.SNAPSHOTS))
-        found = sorted((name for name in listed if name is not None), reverse=True)
+        self._names = {
+            text: self._names[text] if text in self._names else SnapshotName.parse(text)
+            for text in self.tier.list(names.SNAPSHOTS)
+        }
+        listed = (name for name in self._names.values() if name is not None)
+        found = sorted(listed, key=_ORDER, reverse=True)
         self._reach = catalog.ancestry(attempts, found)
         self._known = {name: self._known[name] for name in found if name in self._known}
         due = {*found[:NEWEST], *self._next_in_turn(found[NEWEST:])}
@@ -90,7 +96,7 @@ class FollowedRun:
         self._listed = {
             name: self._look(name, size_of)
             if name in self._looked
-            else self._as_known(name, self._known[name])
+            else self._as_known(self._known[name])
             for name in found
         }
         return catalog.without_remains(self._listed.values())
@@ -106,7 +112,8 @@ class FollowedRun:
 
     def files(self) -> set[str]:
         """Return the keys of files in known snapshots, referenced ones included."""
-        return {key for known in self._known.values() for key, _ in files_of(known)}
+        known = (candidate.manifest for candidate in self._known.values())
+        return {key for manifest in known if manifest for key, _ in files_of(manifest)}
 
     def forget(self, gone: Iterable[SnapshotName]) -> None:
         """Forget deleted snapshots: the folder of one may stay, with files of others."""
@@ -124,12 +131,13 @@ class FollowedRun:
             self.tier, self._run, name, reach=self._reach, size_of=size_of, parse=self._parse
         )
         self._known.pop(name, None)
-        if found.manifest is None or found.reason not in ("", ABANDONED):
+        if found.reason not in ("", ABANDONED):
             return found
-        self._known[name] = found.manifest
-        return replace(found, tiers=(self.tier.name,))
+        self._known[name] = found = replace(found, tiers=(self.tier.name,))
+        return found
 
-    def _as_known(self, name: SnapshotName, manifest: Manifest) -> Candidate:
-        reason = ABANDONED if catalog.is_abandoned(name, self._reach) else ""
-        tiers = (self.tier.name,)
-        return Candidate(name, manifest, usable=not reason, reason=reason, tiers=tiers)
+    def _as_known(self, known: Candidate) -> Candidate:
+        is_usable = not catalog.is_abandoned(known.name, self._reach)
+        if is_usable == known.usable:
+            return known
+        return replace(known, usable=is_usable, reason="" if is_usable else ABANDONED)

@@ -114,8 +114,9 @@ def prune_by_policy(
     """
     candidates = followed.candidates(attempts)
     doomed = plan_prune(candidates, keep_last=keep_last, attempt=attempt, keep=keep)
-    candidates = followed.confirm(doomed)
-    doomed = plan_prune(candidates, keep_last=keep_last, attempt=attempt, keep=keep)
+    if doomed:
+        candidates = followed.confirm(doomed)
+        doomed = plan_prune(candidates, keep_last=keep_last, attempt=attempt, keep=keep)
     kept = kept_files(followed.tier, candidates, doomed)
     followed.forget(doomed)
     prune(followed.tier, [*doomed, *left_folders(candidates)], kept, unless=unless)
