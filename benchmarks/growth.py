@@ -19,8 +19,8 @@ snapshots and its record are removed afterwards. Figures are medians over rounds
     record_bytes size of the newest attempt's record
     keys         keys in the ranks' store after the saves
 
-`s3` is rclone's server on this machine, so a request takes a millisecond or two. The ratios compare
-each run with the shortest one, within one round.
+`s3` is rclone's server on this machine, so a request takes a millisecond or two. The ratios
+compare each run with the shortest one, within one round.
 """
 
 from __future__ import annotations
