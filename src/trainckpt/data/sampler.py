@@ -51,12 +51,24 @@ def capture(loader: DataLoader[Any], *, stateful: bool = True) -> dict[str, Any]
             for name, sampler in samplers.items()
             for key, value in _integers(sampler)
         },
-        "samplers": {
-            name: copy.deepcopy(sampler.state_dict())
-            for name, sampler in samplers.items()
-            if stateful and has_state(sampler)
-        },
+        "samplers": states(loader) if stateful else {},
     }
+
+
+def states(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the state_dicts of the samplers that have one, by name."""
+    return {
+        name: copy.deepcopy(sampler.state_dict())
+        for name, sampler in samplers_of(loader)
+        if has_state(sampler)
+    }
+
+
+def load_states(loader: DataLoader[Any], saved: dict[str, Any]) -> None:
+    """Load the result of `states`."""
+    for name, sampler in samplers_of(loader):
+        if name in saved and has_state(sampler):
+            sampler.load_state_dict(copy.deepcopy(saved[name]))
 
 
 def restore(loader: DataLoader[Any], saved: dict[str, Any]) -> None:
@@ -69,8 +81,7 @@ def restore(loader: DataLoader[Any], saved: dict[str, Any]) -> None:
             value = saved["integers"].get(f"{name}.{key}", now)
             if value != now:
                 setattr(sampler, key, value)
-        if name in saved["samplers"] and has_state(sampler):
-            sampler.load_state_dict(copy.deepcopy(saved["samplers"][name]))
+    load_states(loader, saved["samplers"])
 
 
 def samplers_of(loader: Any) -> Iterator[tuple[str, Any]]:

@@ -332,6 +332,7 @@ class LoaderSource:
             "before": self._order_inputs_before,
             "inputs": sampler.inputs(self._loader),
             "now": sampler.capture(self._loader, stateful=not in_pass),
+            "sampler states": self._sampler_states() if in_pass else {},
             "data before": data_before.generators,
             "data now": data_now.generators,
             "carried before": data_before.carried,
@@ -654,13 +655,19 @@ class LoaderSource:
     def _fast_forward(self, saved: dict[str, Any]) -> Any:
         """Return the iterator after the consumed indices, which are drawn again and compared.
 
-        If others are drawn, by a sampler that draws alike each time, and no worker loads the
-        samples, they are loaded again as well: a sample may draw from the sampler's generator.
+        A sampler may have a state that the loop changes in mid-pass, such as priorities. It is
+        loaded then, and decides what follows. If others are drawn, by a sampler that draws alike
+        each time, and no worker loads the samples, they are loaded again as well: a sample may
+        draw from the sampler's generator.
         """
         is_complete = saved["position"] == (saved.get("passes") or {}).get("announced")
         values = self._sampler_values()
         iterator, is_same = self._draw_order(saved)
         draws_alike = not self._loader.num_workers and values == self._sampler_values()
+        if iterator is not None and self._load_sampler_states(saved.get("sampler states", {})):
+            self.progress.order = saved["order"]
+            self._compare_inputs(saved)
+            return iterator
         if not is_same and not is_complete and draws_alike:
             iterator, is_same = self._draw_order_anew(saved, loads_samples=True)
             if is_same:
@@ -680,6 +687,22 @@ class LoaderSource:
             return iterator
         self.progress.order = saved["order"]  # nothing is left of it
         return iter(())
+
+    def _sampler_states(self) -> dict[str, Any]:
+        """Return the states of samplers; without workers, which draw ahead of the loop."""
+        return {} if self._loader.num_workers else sampler.states(self._loader)
+
+    def _load_sampler_states(self, saved: dict[str, Any]) -> bool:
+        """Load states of samplers that are not as saved; return True if there were any."""
+        if not saved or are_equal(self._sampler_states(), saved):
+            return False
+        sampler.load_states(self._loader, saved)
+        if not are_equal(self._sampler_states(), saved):
+            return False
+        samplers = dict(sampler.samplers_of(self._loader))
+        owners = " and ".join(type(samplers[name]).__qualname__ for name in saved)
+        self._report(Restored(self._name, How.OWN_STATE, f"{owners}'s own state"))
+        return True
 
     def _draw_order(
         self, saved: dict[str, Any], *, loads_samples: bool = False

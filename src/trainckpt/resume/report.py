@@ -277,7 +277,7 @@ class ResumeReport:
             self._restored += (part,)
             if part.how is How.REPLAYED:
                 logger.info("%s", part.reason)
-            else:
+            elif part.is_inexact:
                 logger.warning("not exact: %s", part.reason)
         self._correct()
         self._publish([part for part in parts if part.is_inexact])

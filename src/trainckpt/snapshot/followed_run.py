@@ -39,7 +39,7 @@ _ORDER = attrgetter("attempt", "sequence", "step", "micro")  # faster than the n
 
 
 class FollowedRun:
-    """What one attempt knows of its run. Used by one thread at a time.
+    """The attempts and snapshots of a run, as one attempt knows them. One thread at a time uses it.
 
     Attributes:
         tier: The tier of the snapshots.

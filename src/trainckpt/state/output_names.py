@@ -9,8 +9,8 @@ decides no training, so a resume need not warn of it. Three rules:
 2. Names that may hold one object, or a part of it, all only reach the output or none does, if that
    object is changed in place: by `+=`, `name[i] = ...`, a method of `_IN_PLACE`, or one that ends
    with an underscore.
-3. A name reaches training if it is passed on to `backward`, or to a function that calls it, or if
-   it counts steps (`if step % n == 0: evaluate()`).
+3. A name reaches training if it is passed on to `backward` or to the clipping of gradients, or to
+   a function that calls one, or if it counts steps (`if step % n == 0: evaluate()`).
 
 Parameters, imported names and names that an inner function mentions never only reach the output.
 """
@@ -44,6 +44,7 @@ _LOGGING = _words(
     "writerows add_scalar add_scalars add_image add_images add_figure add_histogram add_text "
     "set_postfix set_postfix_str set_description set_description_str"
 )
+_TRAINING = _words("backward clip_grad_norm_ clip_grad_value_")
 _IN_PLACE = _words("append appendleft extend insert update add clear fill")
 _TORCH_IN_PLACE = re.compile("[^_].*_")  # by their names, which end with an underscore
 _ANEW = _words(  # the result shares no memory with the arguments
@@ -361,14 +362,17 @@ class _Uses:
         return call.func.attr in _PURE and not _is_own(value)
 
     def _trains(self, function: ast.expr) -> bool:
-        """Return True for `backward`, and for a function or method of the script that calls it."""
+        """Return True for calls of `_TRAINING`, and for functions of the script that have one."""
+        called = function.attr if isinstance(function, ast.Attribute) else None
+        if (function.id if isinstance(function, ast.Name) else called) in _TRAINING:
+            return True
         if isinstance(function, ast.Attribute):
-            if function.attr == "backward":
-                return True
             value = getattr(type(self._value(function.value)), function.attr, None)
         else:
             value = self._value(function)
-        return isinstance(value, types.FunctionType) and "backward" in value.__code__.co_names
+        return isinstance(value, types.FunctionType) and not _TRAINING.isdisjoint(
+            value.__code__.co_names
+        )
 
     def _reads_any_name(self, call: ast.Call) -> bool:
         name = self._builtin(call.func)
