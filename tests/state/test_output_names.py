@@ -176,7 +176,7 @@ TRAINING = {
     "by way of other names": ("y = z - k\nx = model(y)\nx.sum().backward()", "xyzk"),
     "backward of a tool": ("y = x * k\nmeter.backward(y)", "xyk"),
     "an argument of a function that trains": ("train(k)", "k"),
-    "a bound of gradients": ("k = max(x)\nclip_grad_norm_(y, k)", "xyk"),
+    "a bound of gradients": ("k = max(x)\nnn.utils.clip_grad_norm_(y, k)", "xyk"),
     "a sum of losses": ("y += x.sum().item()\nx.sum().backward()", "x"),
     "a count of steps": ("k += 1\nif k % 6 == 0:\n    use()", "k"),
     "a count of prints": ("k += 1\nif k % 6 == 0:\n    print(x)\n    y = 0", ""),

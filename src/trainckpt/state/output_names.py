@@ -243,7 +243,7 @@ class _Uses:
         function, values = call.func, [*call.args, *(keyword.value for keyword in call.keywords)]
         if self._builtin(function) == "print":
             self._flow(values, _NONE)
-        elif not isinstance(function, ast.Attribute):
+        elif not isinstance(function, ast.Attribute) or self._trains(function):
             self._use(call)
         elif function.attr in _LOGGING and self._is_log(function.value):
             self._use(function.value)
