@@ -210,7 +210,8 @@ class WatchedObject(NamedTuple):
 
     def own_attributes(self) -> list[tuple[str, Any]]:
         """Return the name and value of each attribute that a framework does not assign."""
-        return [(key, value) for key, value in vars(self.value).items() if key not in self.skipped]
+        values = list(vars(self.value).items())  # at once: a thread of the script may add one
+        return [(key, value) for key, value in values if key not in self.skipped]
 
     def values(self) -> dict[str, Any]:
         """Return full name -> number, or digest."""

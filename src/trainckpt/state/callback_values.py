@@ -12,6 +12,7 @@ loss.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -70,13 +71,13 @@ class ObjectValues:
 
     def add(self, changed: Iterable[Changed], out: Captured) -> None:
         """Add the values found by `changed`."""
-        kept = {
-            name: {
-                key: out.encode(value, f"{self._part}/{name}.{key}")
-                for key, value in values.items()
-            }
-            for name, _, values in changed
-        }
+        kept = {}
+        for name, _, values in changed:
+            with suppress(RuntimeError):  # a thread of the script changes a container meanwhile
+                kept[name] = {
+                    key: out.encode(value, f"{self._part}/{name}.{key}")
+                    for key, value in values.items()
+                }
         if kept:
             out.values[self._part] = kept
 
