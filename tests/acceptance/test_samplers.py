@@ -167,3 +167,25 @@ def test_a_sampler_whose_state_the_loop_changes_goes_on_by_its_state(tmp_path, c
     assert "not exact" not in caplog.text
     if (stop - 1) % ROWS:  # at a pass's end its state is loaded as such
         assert "as exact as Prioritized's own state (loader)" in caplog.text
+
+
+class EachOnce(Prioritized):
+    """The same without replacement: what is left is known to the running pass alone."""
+
+    def __iter__(self):
+        left = list(range(ROWS))
+        while left:
+            chosen = int(self.priorities[left].argmax())
+            yield left.pop(chosen)
+
+
+def prefer_others(sampler, rows, loss):
+    sampler.priorities[(rows + 5) % ROWS] += loss.detach().abs()
+
+
+def test_a_pass_that_keeps_more_than_the_state_is_named(tmp_path, caplog):
+    with pytest.raises(Crash):
+        train(tmp_path / "run", EachOnce(), prefer_others, 9)
+    caplog.set_level(logging.INFO, "trainckpt")
+    train(tmp_path / "run", EachOnce(), prefer_others)
+    assert "not exact: loader: the order that EachOnce" in caplog.text

@@ -86,7 +86,7 @@ class Options:
         every: "100 steps", "10 min", "auto", or "never" (only at a stop and at the end); and the
             intervals of copies to slower tiers.
         keep_last: Usable snapshots kept; tagged ones are kept besides.
-        stop_at: "micro-batch", "window", or "auto" (see `save.estimates`).
+        stop_at: "micro-batch", "window", or "auto" (see `stop.stop_mode`).
         grace: Seconds from a signal until this process is killed; None: unknown.
         wall_time: Seconds from the start of this process until its job ends; None: unlimited.
         accumulate: Micro-batches a window, where it cannot be seen.

@@ -3,7 +3,7 @@
 track      before resuming: the file is compared with the snapshot before anything is applied
            after: it is compared and cut back at once
 resumed    the snapshot was applied: cut back the tracked files
-say_uncut  at the first boundary: warn of files that the snapshot knows and the script has not
+warn_uncut at the first boundary: warn of files that the snapshot knows and the script has not
            named; and of writes by earlier attempts, where none of them left a snapshot
 """
 

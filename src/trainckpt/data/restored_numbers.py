@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 import types
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -45,7 +44,7 @@ class LoopNumbers:
     def __init__(self, roots: Mapping[str, Any]) -> None:
         """`roots`: the dataset, and the collate_fn, by these names."""
         self._spaces = dict(data_namespaces(roots))
-        self._seen: list[Any] | None = None  # all values of all objects at the last call
+        self._ids: list[int] | None = None  # of all values of all objects at the last call
         self._last: dict[str, dict[str, Any]] | None = None  # None: no batch was loaded yet
         self._set_by_loop: set[str] = set()
         self._set_by_reading: set[str] = set()
@@ -84,11 +83,11 @@ class LoopNumbers:
 
     def _changed(self) -> set[str]:
         """Return the paths whose value is another than at the last call, or new."""
-        values = list(itertools.chain.from_iterable(map(dict.values, self._spaces.values())))
-        seen, self._seen = self._seen, values
-        # the very same objects mean the same numbers; comparing those is cheap
-        if seen is not None and len(values) == len(seen) and all(map(operator.is_, values, seen)):
+        values = itertools.chain.from_iterable(map(dict.values, self._spaces.values()))
+        ids = list(map(id, values))  # the very same objects mean the same numbers
+        if ids == self._ids:
             return set()
+        self._ids = ids
         last, self._last = self._last, {p: _numbers(n) for p, n in self._spaces.items()}
         if last is None or last == self._last:
             return set()

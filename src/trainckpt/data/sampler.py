@@ -11,6 +11,7 @@ sampler's working data, and a loaded one may become that: both ways it is copied
 from __future__ import annotations
 
 import copy
+import types
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,6 +83,19 @@ def restore(loader: DataLoader[Any], saved: dict[str, Any]) -> None:
             if value != now:
                 setattr(sampler, key, value)
     load_states(loader, saved["samplers"])
+
+
+def is_stateless(iterator: Any) -> bool:
+    """Return True for a sampler's generator that keeps only numbers from one yield to the next."""
+    if not isinstance(iterator, types.GeneratorType):
+        return False
+    frame = iterator.gi_frame
+    if frame is None:
+        return True
+    values = [value for name, value in frame.f_locals.items() if name != "self"]
+    if str(frame.f_globals.get("__name__")).startswith("torch."):  # holds the batch it has yielded
+        return all(is_stateless(value) for value in values if hasattr(value, "__next__"))
+    return all(value is None or type(value) in (bool, int, float, str) for value in values)
 
 
 def samplers_of(loader: Any) -> Iterator[tuple[str, Any]]:

@@ -665,6 +665,8 @@ class LoaderSource:
         iterator, is_same = self._draw_order(saved)
         draws_alike = not self._loader.num_workers and values == self._sampler_values()
         if iterator is not None and self._load_sampler_states(saved.get("sampler states", {})):
+            if not is_same and not sampler.is_stateless(iterator._sampler_iter):
+                self._report_order(saved, is_shorter=False)
             self.progress.order = saved["order"]
             self._compare_inputs(saved)
             return iterator
@@ -690,14 +692,18 @@ class LoaderSource:
 
     def _sampler_states(self) -> dict[str, Any]:
         """Return the states of samplers; without workers, which draw ahead of the loop."""
-        return {} if self._loader.num_workers else sampler.states(self._loader)
+        with suppress(Exception):  # not every sampler has one in mid-pass
+            return {} if self._loader.num_workers else sampler.states(self._loader)
+        return {}
 
     def _load_sampler_states(self, saved: dict[str, Any]) -> bool:
         """Load states of samplers that are not as saved; return True if there were any."""
-        if not saved or are_equal(self._sampler_states(), saved):
+        now = self._sampler_states() if saved else {}
+        if not saved or are_equal(now, saved):
             return False
         sampler.load_states(self._loader, saved)
-        if not are_equal(self._sampler_states(), saved):
+        if not are_equal(self._sampler_states(), saved):  # it takes effect later, if at all
+            sampler.load_states(self._loader, now)
             return False
         samplers = dict(sampler.samplers_of(self._loader))
         owners = " and ".join(type(samplers[name]).__qualname__ for name in saved)

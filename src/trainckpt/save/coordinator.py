@@ -414,8 +414,9 @@ class SaveCoordinator:
         *,
         in_memory: bool,
     ) -> staging.Shard | staging.StreamedShard:
-        """Stage or stream. `stepped`: tensors to copy beside training; None:
-        training waits anyway.
+        """Stage or stream.
+
+        `stepped`: tensors to copy beside training; None: training waits anyway.
         """
         final, find, world = stepped is None, self.references.find_unchanged, self._channel.world
         facts: dict[str, Any] = {

@@ -90,7 +90,8 @@ class FollowedRun:
         found = sorted(listed, key=_ORDER, reverse=True)
         self._reach = catalog.ancestry(attempts, found)
         self._known = {name: self._known[name] for name in found if name in self._known}
-        due = {*found[:NEWEST], *self._next_in_turn(found[NEWEST:])}
+        whole = [name for name in found if name in self._known]  # not a save that is under way
+        due = {*whole[:NEWEST], *self._next_in_turn(whole[NEWEST:])}
         self._looked = {name for name in found if name in due or name not in self._known}
         size_of = cache(self.tier.size)
         self._listed = {

@@ -210,7 +210,9 @@ class WatchedObject(NamedTuple):
 
     def own_attributes(self) -> list[tuple[str, Any]]:
         """Return the name and value of each attribute that a framework does not assign."""
-        values = list(vars(self.value).items())  # at once: a thread of the script may add one
+        values = list(
+            (randomness.names_of(self.value) or {}).items()
+        )  # at once: a thread of the script may add one
         return [(key, value) for key, value in values if key not in self.skipped]
 
     def values(self) -> dict[str, Any]:

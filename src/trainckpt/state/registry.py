@@ -17,7 +17,7 @@ from trainckpt.format.exactness import How, Restored
 from trainckpt.format.globs import select
 from trainckpt.state import (
     attributes,
-    callback_values,
+    object_values,
     open_loaders,
     plain_tensors,
     script_objects,
@@ -39,10 +39,10 @@ from trainckpt.state.adapters.stateful import (
 from trainckpt.state.adapters.tracked_file import TrackedFile
 from trainckpt.state.adapters.unsupported import refuse
 from trainckpt.state.attributes import Attributes, Watched
-from trainckpt.state.callback_values import ObjectValues
 from trainckpt.state.capture import DDP, FSDP, LOADERS
 from trainckpt.state.captured import VALUES
 from trainckpt.state.dtensor import training_device
+from trainckpt.state.object_values import ObjectValues
 from trainckpt.state.plain_tensors import PlainTensors
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ RESERVED = frozenset(
         *(DDP, FSDP, LOADERS, VALUES, gradients.PART, rng.PART, tracked_file.PART),
         *(attributes.PART, attributes.GENERATORS, script_randomness.GENERATORS_PART),
         *(script_randomness.EPOCH_HEAD_PART, plain_tensors.PART, open_loaders.PART),
-        *(script_variables.PART, script_objects.PART, callback_values.PART),
+        *(script_variables.PART, script_objects.PART, object_values.PART),
     )
 )
 
@@ -161,7 +161,7 @@ class Registry:
     @cached_property
     def callback_values(self) -> ObjectValues:
         """Return the plain attributes of watched callbacks and trainers."""
-        return ObjectValues(callback_values.PART, self.watched.callbacks)
+        return ObjectValues(object_values.PART, self.watched.callbacks)
 
     @cached_property
     def plain_tensors(self) -> PlainTensors:

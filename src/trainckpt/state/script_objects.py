@@ -2,13 +2,16 @@
 
 An early stopping counts the epochs without progress, a meter sums losses, a schedule of the
 script's own counts its calls. No snapshot tracks these objects. Their plain attributes are stored
-and restored, as those of callbacks are (`callback_values`), also in objects that they hold.
+and restored, as those of callbacks are (`object_values`), also in objects that they hold.
+
+In runs of one process only: ranks that decide alone what to restore could part.
 
 Left out are what the Checkpointer tracks and the data of loaders, which have ways of their own.
 """
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from torch import nn, optim
@@ -32,6 +35,8 @@ _DATA = (DataLoader, Dataset, Sampler)
 
 def find(registry: Registry) -> list[WatchedObject]:
     """Return the objects, each once, under the name of its outermost variable."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return []
     is_tracked = Sketcher(registry).is_tracked
     seen = {id(names) for state in registry.loaders for names in _data_of(state.loader.underlying)}
     queue = [
@@ -48,7 +53,8 @@ def find(registry: Registry) -> list[WatchedObject]:
         if names is None or len(names) > _ATTRIBUTES or id(names) in seen or is_tracked(value):
             continue
         seen.add(id(names))
-        found.append(registry.watched.owner(path, value))
+        # an object of another class under the same name is another object
+        found.append(registry.watched.owner(f"{path}:{type(value).__qualname__}", value))
         if len(found) == _MOST:
             break
         queue += [(f"{path}.{name}", part) for name, part in list(names.items())]

@@ -28,8 +28,8 @@ from torch import nn
 
 from trainckpt.data import randomness
 from trainckpt.state import script_objects, script_randomness
-from trainckpt.state.callback_values import ObjectValues
 from trainckpt.state.live_names import live_names
+from trainckpt.state.object_values import ObjectValues
 from trainckpt.state.output_names import what_names_reach
 from trainckpt.state.sketches import Sketch, Sketcher
 
@@ -64,7 +64,9 @@ class ScriptVariables:
         self._begun: dict[str, dict[str, Sketch]] = {}
         self._training: set[str] = set()  # that reach a loss, or count steps
         self._always: set[str] = set()  # in the snapshot that the attempt began from
-        self._objects = ObjectValues(script_objects.PART, partial(script_objects.find, registry))
+        self._objects = ObjectValues(
+            script_objects.PART, partial(script_objects.find, registry), is_strict=True
+        )
 
     def begin(self) -> None:
         """Note the variables at the first boundary."""
@@ -118,7 +120,8 @@ class ScriptVariables:
 
     def restore(self, saved: Saved) -> None:
         """Restore the plain attributes of objects in variables."""
-        self._objects.restore(saved)
+        if saved.is_own:
+            self._objects.restore(saved)
 
     def differing(self, saved: Saved) -> Differing:
         """Return the variables that are not as they were when the snapshot was saved."""

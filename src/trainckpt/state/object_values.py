@@ -7,16 +7,22 @@ and small tensors and arrays on the CPU.
 An object that has made another one since then, such as an open file, is left as the script makes
 it: its numbers may only hold together with that one. `attributes` and `script_variables` name the
 loss.
+
+Of the script's own objects less is known, so more is left alone (`is_strict`): all of them if one
+has made another object; and tensors, arrays and paths, which may be shared with others, or belong
+to a process.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter, OrderedDict, defaultdict, deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from trainckpt.data import randomness
 from trainckpt.errors import TrainckptError
 from trainckpt.state import attributes
 from trainckpt.state.clock_readings import is_reading, is_wall_time
@@ -47,14 +53,21 @@ class Changed(NamedTuple):
 class ObjectValues:
     """The plain attributes of some objects of one rank."""
 
-    def __init__(self, part: str, owners: Callable[[], list[attributes.WatchedObject]]) -> None:
+    def __init__(
+        self,
+        part: str,
+        owners: Callable[[], list[attributes.WatchedObject]],
+        *,
+        is_strict: bool = False,
+    ) -> None:
         """Note nothing yet.
 
         Args:
             part: The part of the snapshot that holds the values.
             owners: Returns the objects.
+            is_strict: Leave more alone, as above.
         """
-        self._part, self._owners = part, owners
+        self._part, self._owners, self._is_strict = part, owners, is_strict
         self._begun: dict[str, dict[str, object]] = {}  # owner -> attribute -> mark
         self._clocks: set[tuple[str, str]] = set()  # owner and attribute with a clock's reading
 
@@ -62,7 +75,7 @@ class ObjectValues:
         """Note the values at the first boundary: the script sets these again in each attempt."""
         for owner in self._owners():
             values = owner.own_attributes()
-            self._begun[owner.name] = {key: _mark(value) for key, value in values}
+            self._begun[owner.name] = {key: self._mark(value) for key, value in values}
             self._clocks.update((owner.name, key) for key, value in values if is_reading(value))
 
     def capture(self, out: Captured) -> None:
@@ -75,7 +88,7 @@ class ObjectValues:
         for name, _, values in changed:
             with suppress(RuntimeError):  # a thread of the script changes a container meanwhile
                 kept[name] = {
-                    key: out.encode(value, f"{self._part}/{name}.{key}")
+                    key: out.encode(_without_factories(value), f"{self._part}/{name}.{key}")
                     for key, value in values.items()
                 }
         if kept:
@@ -87,7 +100,7 @@ class ObjectValues:
         live = {owner.name: owner.value for owner in self._owners()} if stored else {}
         for name, trees in stored.items():
             for key, tree in trees.items() if name in live else ():
-                names = vars(live[name])
+                names = randomness.names_of(live[name]) or {}
                 names[key] = _filled(names.get(key), saved.decode(tree))
 
     def names(self) -> set[str]:
@@ -102,15 +115,35 @@ class ObjectValues:
             if begun is None:
                 continue
             for key, value in owner.own_attributes():
-                if begun.get(key) == (mark := _mark(value)):
+                if begun.get(key) == (mark := self._mark(value)) or self._is_of_process(value):
                     continue
                 if isinstance(mark, _Identity):
+                    if self._is_strict:
+                        return []
                     break
-                if not is_wall_time(value) and (owner.name, key) not in self._clocks:
-                    changed[key] = _without_factories(value)
+                if (owner.name, key) not in self._clocks:
+                    changed[key] = value
             else:
                 found += [Changed(owner.name, owner.value, changed)] if changed else []
         return found
+
+    def _is_of_process(self, value: Any) -> bool:
+        """Return True for a time, and for a path: another process has others."""
+        is_path = self._is_strict and isinstance(value, str) and os.sep in value
+        return is_path or is_wall_time(value)
+
+    def _mark(self, value: Any) -> object:
+        """Return a mark that is another one once the value has changed."""
+        length = len(value) if type(value) in _CONTAINERS else None
+        other = _Identity(id(value), length)
+        try:
+            if _size(value, 0, has_arrays=not self._is_strict) is None:
+                return other
+            if type(value) in _ATOMS:
+                return type(value).__name__, repr(value)
+            return attributes.digest_of(_without_factories(value)) or other
+        except (TrainckptError, RuntimeError):  # a thread of the script changes it meanwhile
+            return other
 
 
 class _Identity(NamedTuple):
@@ -120,37 +153,25 @@ class _Identity(NamedTuple):
     length: int | None
 
 
-def _mark(value: Any) -> object:
-    """Return a mark that is another one once the value has changed."""
-    length = len(value) if type(value) in _CONTAINERS else None
-    other = _Identity(id(value), length)
-    if _size(value, 0) is None:
-        return other
-    if type(value) in _ATOMS:
-        return type(value).__name__, repr(value)
-    try:
-        return attributes.digest_of(_without_factories(value)) or other
-    except (TrainckptError, RuntimeError):  # a thread of the script changes it meanwhile
-        return other
-
-
-def _size(value: Any, depth: int) -> int | None:
+def _size(value: Any, depth: int, *, has_arrays: bool) -> int | None:
     """Return the number of values in a plain one; None if it is not plain, or too large."""
     kind = type(value)
     if kind in _ATOMS:
         return None if kind in (str, bytes) and len(value) > _BYTES else 1
     if kind is torch.Tensor:
-        is_small = value.device.type == "cpu" and value.nbytes <= _BYTES
-        return 1 if is_small and value.layout is torch.strided and not value.requires_grad else None
+        if not has_arrays or value.layout is not torch.strided or value.device.type != "cpu":
+            return None
+        return 1 if value.nbytes <= _BYTES and not value.requires_grad else None
     if kind.__module__ == "numpy":
         is_small = getattr(value, "nbytes", _BYTES + 1) <= _BYTES
+        is_small = is_small and (has_arrays or not value.shape)
         return 1 if is_small and value.dtype.kind in _NUMPY_KINDS else None
     if kind not in _CONTAINERS or len(value) > _MOST or depth > attributes.MAX_DEPTH:
         return None
     total = 1
     items = [*value.keys(), *value.values()] if kind in _MAPPINGS else list(value)
     for item in items:
-        size = _size(item, depth + 1)
+        size = _size(item, depth + 1, has_arrays=has_arrays)
         if size is None or (total := total + size) > _MOST:
             return None
     return total

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from trainckpt.state.attributes import Watched
-from trainckpt.state.callback_values import PART, ObjectValues
 from trainckpt.state.captured import Captured, Saved
+from trainckpt.state.object_values import PART, ObjectValues
 
 
 class Callback:
