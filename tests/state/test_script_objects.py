@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import runpy
-import sys
 import time
 from textwrap import indent
-from types import SimpleNamespace
 
 import pytest
 
-from trainckpt.state import script_objects
-from trainckpt.state.registry import Registry
+from trainckpt.ranks.world import World
+from trainckpt.state import script_variables
 
 SCRIPT = """
 import time
@@ -225,12 +223,10 @@ def test_an_object_of_another_class_gets_no_values_of_the_one_before(tmp_path):
 
 
 def test_ranks_of_a_larger_run_are_left_as_the_script_makes_them(tmp_path, monkeypatch):
-    registry = Registry()
-    agent = SimpleNamespace(steps=0)
-    monkeypatch.setattr(sys.modules["__main__"], "agent_of_a_test", agent, raising=False)
-    assert [found.value for found in script_objects.find(registry)].count(agent) == 1
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert script_objects.find(registry) == []
+    monkeypatch.setattr(script_variables, "current_world", lambda: World(0, 2, 0, "here"))
+    script = Script(tmp_path, "agent = Agent()", "agent.step()", "agent.steps")
+    script.attempt("run", 8)
+    assert script.attempt("run")[0] == 1
 
 
 def test_tensors_that_are_shared_with_the_model_stay_shared(tmp_path):

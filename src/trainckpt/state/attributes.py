@@ -210,9 +210,8 @@ class WatchedObject(NamedTuple):
 
     def own_attributes(self) -> list[tuple[str, Any]]:
         """Return the name and value of each attribute that a framework does not assign."""
-        values = list(
-            (randomness.names_of(self.value) or {}).items()
-        )  # at once: a thread of the script may add one
+        # all at once, since a thread of the script may add one
+        values = list((randomness.names_of(self.value) or {}).items())
         return [(key, value) for key, value in values if key not in self.skipped]
 
     def values(self) -> dict[str, Any]:

@@ -4,14 +4,11 @@ An early stopping counts the epochs without progress, a meter sums losses, a sch
 script's own counts its calls. No snapshot tracks these objects. Their plain attributes are stored
 and restored, as those of callbacks are (`object_values`), also in objects that they hold.
 
-In runs of one process only: ranks that decide alone what to restore could part.
-
 Left out are what the Checkpointer tracks and the data of loaders, which have ways of their own.
 """
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from torch import nn, optim
@@ -35,8 +32,6 @@ _DATA = (DataLoader, Dataset, Sampler)
 
 def find(registry: Registry) -> list[WatchedObject]:
     """Return the objects, each once, under the name of its outermost variable."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return []
     is_tracked = Sketcher(registry).is_tracked
     seen = {id(names) for state in registry.loaders for names in _data_of(state.loader.underlying)}
     queue = [

@@ -14,9 +14,10 @@ the first boundary.
 
 Modules in attributes of a trainer or callback, such as a teacher, count as variables.
 
-Plain attributes of objects in variables are restored (`script_objects`), unless something else that
-makes a resume inexact has changed: they may only hold together, as the fill of a replay buffer does
-with its samples.
+In runs of one rank, plain attributes of objects in variables are restored (`script_objects`); ranks
+that decide alone what to restore could part. They are not if something else that makes a resume
+inexact has changed: they may only hold together, as the fill of a replay buffer does with its
+samples.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from trainckpt.data import randomness
+from trainckpt.ranks.world import current_world
 from trainckpt.state import script_objects, script_randomness
 from trainckpt.state.live_names import live_names
 from trainckpt.state.object_values import ObjectValues
@@ -64,13 +66,16 @@ class ScriptVariables:
         self._begun: dict[str, dict[str, Sketch]] = {}
         self._training: set[str] = set()  # that reach a loss, or count steps
         self._always: set[str] = set()  # in the snapshot that the attempt began from
+        self._is_alone = False  # the only rank; known at the first boundary
         self._objects = ObjectValues(
             script_objects.PART, partial(script_objects.find, registry), is_strict=True
         )
 
     def begin(self) -> None:
         """Note the variables at the first boundary."""
-        self._objects.begin()
+        self._is_alone = current_world().size == 1
+        if self._is_alone:
+            self._objects.begin()
         sketcher = Sketcher(self._registry)
         for scope, frame in script_randomness.frames():
             reached = what_names_reach(frame)
@@ -120,7 +125,7 @@ class ScriptVariables:
 
     def restore(self, saved: Saved) -> None:
         """Restore the plain attributes of objects in variables."""
-        if saved.is_own:
+        if saved.is_own and self._is_alone:
             self._objects.restore(saved)
 
     def differing(self, saved: Saved) -> Differing:
