@@ -29,6 +29,7 @@ from trainckpt.attempt.progress_counter import ProgressCounter
 from trainckpt.attempt.save_handle import SaveHandle
 from trainckpt.attempt.script_hooks import Hooks
 from trainckpt.attempt.status_files import RankStatusWriter
+from trainckpt.attempt.tracked_runs import TrackedRuns
 from trainckpt.data import counted_loops
 from trainckpt.data.loader import TrackedLoader
 from trainckpt.data.sampler import set_epoch
@@ -104,6 +105,7 @@ class Checkpointer:
         self._hooks, self._timings, self._requests = Hooks(), Timings(), SaveRequests()
         estimator = SaveEstimator(self.options, registry, self._timings)
         self._files = tracked_files(registry, run)
+        self._runs = TrackedRuns(registry, self._tier, self._world.rank)
         self._phased_restore = PhasedRestore(registry, self._position)
         self._recorder = proof_recorder.recorder_from_environment(self._world.rank, registry)
         self._awaits_first_boundary = True
@@ -154,6 +156,7 @@ class Checkpointer:
             problems=self._problems,
             crash_marker=CrashMarker(self._tier, self._world.rank),
             files=self._files,
+            runs=self._runs,
             hooks=self._hooks,
             slower=slower,
             data_world=data_world,
@@ -211,7 +214,9 @@ class Checkpointer:
         if self._attempt is not None:
             raise ConfigurationError("this Checkpointer has resumed already")
         self._training_thread = threading.get_ident()
-        self._attempt = attempt = start_attempt(self._context, mode or self.options.resume)
+        mode = mode or self.options.resume
+        self._runs.begins_anew = mode == "never"
+        self._attempt = attempt = start_attempt(self._context, mode)
         self._loop_checks.begin(attempt.beginning.cursor)
         self._untracked = UntrackedOptimizers(self._registry, self._position, self._report)
         if attempt.beginning.cursor is not None:
@@ -320,6 +325,24 @@ class Checkpointer:
             file: Its path, or the file object of `open(path, "a")`.
         """
         self._files.track(file)
+
+    def track_run(self, run: Any) -> Any:
+        """Track the run of an experiment tracker, so that it shows each step once.
+
+        Snapshots store its id and its position. A resume goes on in the run of the snapshot, not
+        in the one given here, and cuts off what was logged after the snapshot; what this attempt
+        has logged to it before is dropped. Call it after the resume, on the rank that logs.
+
+        Args:
+            run: A `torch.utils.tensorboard.SummaryWriter`, made anywhere in the script.
+
+        Returns:
+            The writer or run to log to.
+
+        Raises:
+            ConfigurationError: The tracker is of another kind.
+        """
+        return self._runs.track(run, self._must_have_resumed().record_writer)
 
     def boundary(self) -> bool:
         """Save or stop here if due; for loops without a tracked loader, before each micro-batch.

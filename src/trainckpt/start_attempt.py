@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from trainckpt.attempt.script_hooks import Hooks
     from trainckpt.attempt.status_files import RankStatusWriter
     from trainckpt.attempt.tracked_files import TrackedFiles
+    from trainckpt.attempt.tracked_runs import TrackedRuns
     from trainckpt.data.loader import TrackedLoader
     from trainckpt.format.attempt_record import AttemptRecord
     from trainckpt.format.exactness import Restored
@@ -109,6 +110,7 @@ class RankContext:
     problems: list[Restored]
     crash_marker: CrashMarker
     files: TrackedFiles
+    runs: TrackedRuns
     hooks: Hooks
     slower: TierConfig
     data_world: DataWorld | None = None
@@ -524,6 +526,7 @@ def _apply(context: RankContext, shutdown: Shutdown, beginning: ResumePoint) -> 
         first_loader = context.loaders[0][1] if context.loaders else None
         context.phased_restore.begin(saved, cursor, manifest.window, first_loader)
         context.files.resumed(saved, beginning.record.attempt)
+        context.runs.resumed(saved)
     except BaseException as error:
         context.crash_marker.disarm()
         shutdown.abandon(error, cursor)

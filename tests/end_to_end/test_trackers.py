@@ -1,6 +1,8 @@
-"""The recipes of docs/trackers.md: each step once in the tracker, with the value that counts."""
+"""`ckpt.track_run`: each step once in what the tracker shows, after kills at any place."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -8,77 +10,133 @@ from torch.utils.tensorboard import SummaryWriter
 
 from tests.end_to_end.training import ACCUMULATE, Crash, Parts
 from trainckpt import Checkpointer
+from trainckpt.errors import ConfigurationError
 
 MICRO_BATCHES = 10
 CRASHES = (3, 6, 9)  # with saves after 2 steps, which are 4 micro-batches: after 0, 4 and 8
 
 
-class Refuses:
-    """A tracker that takes no step twice, as W&B."""
-
-    def __init__(self):
-        self.values = {}
-
-    @property
-    def last(self):
-        return max(self.values, default=-1)
-
-    def log(self, at, value):
-        assert at > self.last, f"step {at} is not newer than {self.last}"
-        self.values[at] = value
-
-
-def train(place, open_log, crash_at=None):
-    """One attempt; `open_log` gets the cursor and returns what logs a value."""
+def train(place, open_log, crash_at=None, **options):
+    """One attempt; `open_log` gets the Checkpointer and returns what logs a value."""
     parts = Parts()
-    with Checkpointer(place, **parts.tracked(), every="2 steps") as ckpt:
-        log = open_log(ckpt.cursor)
-        for _ in ckpt.epochs(2):
+    with Checkpointer(place, **parts.tracked(), **{"every": "2 steps", **options}) as ckpt:
+        log = open_log(ckpt)
+        for epoch in ckpt.epochs(2):
             for batch in ckpt.batches():
                 cursor = ckpt.cursor
                 at = cursor.micro_batches
                 if at == crash_at:
+                    ckpt._attempt.saver.wait()
                     raise Crash
                 _, loss = parts.train_on(batch, cursor.micro + 1 == ACCUMULATE)
-                log(at, float.fromhex(loss))
+                log("loss", float.fromhex(loss), at)
+            log("epoch", epoch, epoch)
 
 
-@pytest.fixture
-def straight(tmp_path):
-    values = {}
-    train(tmp_path / "straight", lambda cursor: values.__setitem__)
-    return values
+def killed(*arguments, **how):
+    with pytest.raises(Crash):
+        train(*arguments, **how)
 
 
-def attempts(place, open_log):
+def with_three_kills(place, open_log):
     for at in CRASHES:
-        with pytest.raises(Crash):
-            train(place, open_log, crash_at=at)
+        killed(place, open_log, crash_at=at)
     train(place, open_log)
 
 
-def test_tensorboard_has_each_step_once_after_three_kills(tmp_path, straight):
-    writers = []
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    values = {"loss": {}, "epoch": {}}
+    train(
+        tmp_path_factory.mktemp("straight"),
+        lambda ckpt: lambda name, value, at: values[name].__setitem__(at, value),
+    )
+    return values
 
-    def open_log(cursor):
-        writers.append(SummaryWriter(tmp_path / "logs", purge_step=cursor.micro_batches))
-        return lambda at, value: writers[-1].add_scalar("loss", value, at)
 
-    attempts(tmp_path / "run", open_log)
-    for writer in writers:  # the killed ones have flushed what they logged
-        writer.close()
-    events = EventAccumulator(str(tmp_path / "logs"))
+def logs_to(folder, writers):
+    """What opens a writer in `folder`, a new one if it is a function."""
+
+    def open_log(ckpt):
+        for killed in writers:
+            killed.close()  # as flushed at the latest as its process ended
+        writer = SummaryWriter(folder() if callable(folder) else folder)
+        writers.append(writer)
+        writer.add_text("script", "text before training")
+        ckpt.track_run(writer)
+        return writer.add_scalar
+
+    return open_log
+
+
+def shown(folder):
+    """Step and value of each event that is in the files, none hidden: tag -> events."""
+    events = EventAccumulator(str(folder), purge_orphaned_data=False)
     events.Reload()
-    logged = [(event.step, event.value) for event in events.Scalars("loss")]
-    assert [at for at, _ in logged] == list(range(MICRO_BATCHES))
-    assert dict(logged) == pytest.approx(straight)
+    tags = events.Tags()
+    found = {
+        name: sorted((e.step, e.value) for e in events.Scalars(name)) for name in tags["scalars"]
+    }
+    return found | {name: len(events.Tensors(name)) for name in tags["tensors"]}
 
 
-def test_a_tracker_that_refuses_older_steps_has_each_once_after_three_kills(tmp_path, straight):
-    tracker = Refuses()
+def same_as(straight):
+    exact = {"loss": list(straight["loss"].items()), "epoch": list(straight["epoch"].items())}
+    near = {name: [(at, pytest.approx(value)) for at, value in exact[name]] for name in exact}
+    return near | {"script/text_summary": 1}
 
-    def open_log(cursor):
-        return lambda at, value: at > tracker.last and tracker.log(at, value)
 
-    attempts(tmp_path / "run", open_log)
-    assert tracker.values == straight
+def test_tensorboard_has_each_step_once_after_three_kills(tmp_path, straight):
+    """In the files themselves, and although epochs and micro-batches are counted apart."""
+    writers = []
+    with_three_kills(tmp_path / "run", logs_to(tmp_path / "logs", writers))
+    writers[-1].close()
+    assert shown(tmp_path / "logs") == same_as(straight)
+
+
+def test_a_writer_in_a_new_folder_goes_back_to_the_run_s_own(tmp_path, straight):
+    writers, folders = [], iter(tmp_path / f"logs{number}" for number in range(4))
+    with_three_kills(tmp_path / "run", logs_to(lambda: next(folders), writers))
+    writers[-1].close()
+    assert [one.name for one in sorted(tmp_path.glob("logs*"))] == ["logs0"]
+    assert shown(tmp_path / "logs0") == same_as(straight)
+
+
+def test_what_another_program_wrote_in_the_folder_is_left(tmp_path):
+    writers, folder = [], tmp_path / "logs"
+    killed(tmp_path / "run", logs_to(folder, writers), crash_at=6)
+    other = folder / "events.out.tfevents.1700000000.elsewhere.1.0"
+    other.write_bytes(b"of another program")
+    train(tmp_path / "run", logs_to(folder, writers))
+    assert other.read_bytes() == b"of another program"
+
+
+def test_what_was_cut_off_is_kept_beside_it(tmp_path):
+    writers, folder = [], tmp_path / "logs"
+    killed(tmp_path / "run", logs_to(folder, writers), crash_at=6)
+    (file,) = folder.iterdir()
+    writers[0].flush()
+    whole = file.read_bytes()
+    train(tmp_path / "run", logs_to(folder, writers))
+    (aside,) = folder.glob("*after-2*")
+    assert file.read_bytes() + aside.read_bytes() == whole
+    assert aside.stat().st_size > 0
+
+
+def test_a_run_that_begins_anew_leaves_the_writer_as_it_is(tmp_path, straight):
+    writers, folders = [], iter(tmp_path / f"logs{number}" for number in range(2))
+    open_log = logs_to(lambda: next(folders), writers)
+    killed(tmp_path / "run", open_log, crash_at=6)
+    train(tmp_path / "run", open_log, resume="never")
+    writers[-1].close()
+    assert shown(tmp_path / "logs1") == same_as(straight)
+
+
+def test_what_cannot_be_cut_back_is_refused_with_what_to_do(tmp_path):
+    store = SimpleNamespace(log_dir="s3://bucket/logs", _get_file_writer=None)
+    store = type("SummaryWriter", (SimpleNamespace,), {})(**vars(store))
+    with Checkpointer(tmp_path / "run", **Parts().tracked()) as ckpt:
+        with pytest.raises(ConfigurationError, match=r"s3://bucket/logs cannot be cut back"):
+            ckpt.track_run(store)
+        with pytest.raises(ConfigurationError, match="list of builtins is no tracker"):
+            ckpt.track_run([])

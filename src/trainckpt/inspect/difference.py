@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainckpt.state.adapters.tracked_file import PART as FILES
+from trainckpt.state.adapters.tracked_run import PART as RUNS
 from trainckpt.state.capture import DDP, FSDP
 from trainckpt.state.values import leaves
 
@@ -170,7 +171,7 @@ def left_out(a: Contents, b: Contents) -> set[str]:
         ours[name].layout == theirs[name].layout for name in ours.keys() & theirs.keys()
     )
     found = set() if is_same_layout else {DDP, FSDP}
-    return found if a.source.tier.url == b.source.tier.url else {*found, FILES}
+    return found if a.source.tier.url == b.source.tier.url else {*found, FILES, RUNS}
 
 
 def value_differences(a: Contents, b: Contents) -> list[ValueDifference]:

@@ -24,6 +24,7 @@ from trainckpt.run_directory.run_url import PROVE_VARIABLE
 from trainckpt.state import script_variables, staging, values
 from trainckpt.state.adapters.model import FROZEN, MODES
 from trainckpt.state.adapters.tracked_file import PART as FILES
+from trainckpt.state.adapters.tracked_run import PART as RUNS
 from trainckpt.state.capture import capture
 from trainckpt.state.captured import Captured
 
@@ -112,7 +113,7 @@ def state_digests(registry: Registry) -> dict[str, str]:
     optimizers = {optimizer.name for optimizer in registry.optimizers}
     models = {model.name for model in registry.models}
     for part, tree in captured.values.items():
-        if part in (FILES, script_variables.PART):
+        if part in (FILES, RUNS, script_variables.PART):
             continue  # files are common to all runs of a proof; variables are often only printed
         rest = tree
         if part in models:  # attributes set in each micro-batch may differ

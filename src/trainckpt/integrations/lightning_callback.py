@@ -26,7 +26,7 @@ from trainckpt.attempt.launch import AT_VARIABLE
 from trainckpt.attempt.log import logger
 from trainckpt.checkpointer import Checkpointer
 from trainckpt.errors import ConfigurationError, StateMismatch, Stopped, TrainckptError
-from trainckpt.integrations import lightning_compat
+from trainckpt.integrations import lightning_compat, lightning_loggers
 from trainckpt.integrations.compat import one_or_all, replace_attribute
 from trainckpt.integrations.lightning_compat import (
     check_lightning,
@@ -231,6 +231,7 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
         log.prepare()  # uncaught refusals end the script with their own exit code from here on
         check_lightning(trainer)
         refuse(trainer, [c for c in trainer.callbacks if isinstance(c, TrainckptCallback)])
+        lightning_loggers.keep_versions(trainer, self._run, self._options)
         replace, connector = partial(replace_attribute, self._undo), trainer._checkpoint_connector
         replace(trainer._signal_connector, "register_signal_handlers", lambda *_: None)
         restore = partial(_restore_from_nowhere, trainer, connector._restore_modules_and_callbacks)
@@ -284,6 +285,7 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
             ckpt._position.manage_epochs()
             try:
                 with ckpt:
+                    lightning_loggers.track(trainer, ckpt)
                     self._make_loaders(trainer, ckpt)
                     files = CheckpointFiles(trainer, ckpt)
                     files.watch(self._undo)

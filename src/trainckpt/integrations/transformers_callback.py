@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
+from trainckpt.attempt.log import logger
 from trainckpt.checkpointer import Checkpointer
 from trainckpt.errors import ConfigurationError
 from trainckpt.integrations.accelerate_attach import refuse_accelerator
@@ -174,6 +175,7 @@ class TrainckptCallback(TrainerCallback):
                 del told[place]  # this callback's later entries
             if is_this_training:
                 part.all_have_begun()
+                self._track_reports(trainer)
                 return
             # else another callback raised, and this is another training
         if self._hooks is not None and self._hooks.installed:  # as after Ctrl-C between two epochs
@@ -183,6 +185,8 @@ class TrainckptCallback(TrainerCallback):
         self._begin(trainer, later)
         if later:
             told.append(self)
+        else:
+            self._track_reports(trainer)
 
     def _begin(self, trainer: Any, later: list[Any]) -> None:
         trainer.args.output_dir = in_proof(trainer.args.output_dir)
@@ -215,3 +219,14 @@ class TrainckptCallback(TrainerCallback):
             self._hooks.abandon(error)
             raise
         self._part = part if later else None
+
+    def _track_reports(self, trainer: Any) -> None:
+        """Track what the callbacks report to; all have begun."""
+        assert self.checkpointer is not None
+        for one in trainer.callback_handler.callbacks if trainer.is_world_process_zero() else ():
+            writer = getattr(one, "tb_writer", None)
+            try:
+                if writer is not None:
+                    self.checkpointer.track_run(writer)
+            except ConfigurationError as error:
+                logger.warning("%s repeats steps after a resume: %s", type(one).__name__, error)

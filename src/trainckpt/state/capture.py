@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 from trainckpt.errors import ConfigurationError
 from trainckpt.preemption.signals import raised_by_handler
 from trainckpt.state import attributes, device_copy, script_randomness
-from trainckpt.state.adapters import ddp, ddp_hooks, fsdp, gradients, rng, tracked_file
+from trainckpt.state.adapters import (
+    ddp,
+    ddp_hooks,
+    fsdp,
+    gradients,
+    rng,
+    tracked_file,
+    tracked_run,
+)
 from trainckpt.state.captured import Captured
 
 if TYPE_CHECKING:
@@ -96,6 +104,7 @@ def capture(registry: Registry) -> Captured:
         if outside is not None:
             out.values[FSDP][model.name] = outside
     tracked_file.capture(out, registry.files)
+    tracked_run.capture(out, registry.runs)
     attributes.capture_generators(registry.watched, out)
     script_randomness.capture(registry, out)
     registry.epoch_head.capture(out)

@@ -24,7 +24,15 @@ from trainckpt.state import (
     script_randomness,
     script_variables,
 )
-from trainckpt.state.adapters import ddp, ddp_hooks, fsdp, gradients, rng, tracked_file
+from trainckpt.state.adapters import (
+    ddp,
+    ddp_hooks,
+    fsdp,
+    gradients,
+    rng,
+    tracked_file,
+    tracked_run,
+)
 from trainckpt.state.adapters.ddp import inner_optimizer, unwrap, unwrap_optimizer
 from trainckpt.state.adapters.loader import LoaderState
 from trainckpt.state.adapters.model import ModelState, keeps_own_state
@@ -49,6 +57,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from trainckpt.data.loader import TrackedLoader
+    from trainckpt.state.adapters.tracked_run import TrackedRun
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -57,6 +66,7 @@ V = TypeVar("V")
 RESERVED = frozenset(
     (
         *(DDP, FSDP, LOADERS, VALUES, gradients.PART, rng.PART, tracked_file.PART),
+        tracked_run.PART,
         *(attributes.PART, attributes.GENERATORS, script_randomness.GENERATORS_PART),
         *(script_randomness.EPOCH_HEAD_PART, plain_tensors.PART, open_loaders.PART),
         *(script_variables.PART, script_objects.PART, object_values.PART),
@@ -70,6 +80,7 @@ class Registry:
     Attributes:
         models, optimizers, generics, loaders: The adapters, one a tracked object.
         files: Tracked files, which have a length and no other state.
+        runs: Runs of experiment trackers, by name.
         epoch_head: Generators before the running epoch.
         open_loaders: Untracked loaders that the script is in the middle of.
         script_variables: Variables that the script carries from batch to batch.
@@ -87,6 +98,7 @@ class Registry:
         self.generics: list[GenericState] = []
         self.loaders: list[LoaderState] = []
         self.files: list[TrackedFile] = []
+        self.runs: dict[str, TrackedRun] = {}
         self.epoch_head = script_randomness.EpochHead(self)
         self.open_loaders = open_loaders.OpenLoaders()
         self.script_variables = script_variables.ScriptVariables(self)

@@ -1,0 +1,246 @@
+"""Experiment trackers over a resume: their run goes on, without what lies past the snapshot.
+
+    track      after the resume, with the script's writer or run, wherever the script made it:
+                   first start     it is left as it is
+                   resume          the snapshot's run of the tracker goes on, cut back to the
+                                   snapshot's position, instead of the one that the script made
+    snapshot   keeps the id of each run and the position in it
+
+The attempt's record has the position at its beginning too: an attempt may die before its first
+snapshot, and the next one begins where it began.
+
+The n-th run of a kind goes on as the n-th of this kind. All calls are on the training thread.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.attempt.log import logger
+from trainckpt.errors import ConfigurationError, TrainckptError
+from trainckpt.snapshot import attempt_history
+from trainckpt.state.adapters import tracked_run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from trainckpt.attempt.record_writer import RecordWriter
+    from trainckpt.format.attempt_record import AttemptRecord
+    from trainckpt.state.captured import Saved
+    from trainckpt.state.registry import Registry
+    from trainckpt.storage.base import Tier
+
+
+FACT = "trackers"  # in the record of an attempt: name -> id and position at its beginning
+
+
+class TrackedRuns:
+    """The trackers of this rank.
+
+    Attributes:
+        begins_anew: Earlier attempts do not count: `resume="never"`.
+    """
+
+    def __init__(self, registry: Registry, tier: Tier, rank: int) -> None:
+        self._registry, self._tier, self._rank = registry, tier, rank
+        self._saved: dict[str, dict[str, Any]] = {}
+        self.begins_anew = False
+
+    def resumed(self, saved: Saved) -> None:
+        """Take the positions of the snapshot that was applied."""
+        if saved.is_own or self._rank == 0:  # else they are another rank's
+            self._saved = tracked_run.positions(saved)
+
+    def track(self, run: Any, record_writer: RecordWriter) -> Any:
+        """Track a writer or run, and return the one to log to from here on.
+
+        Args:
+            run: A writer or run of a known kind.
+            record_writer: Of this attempt.
+
+        Raises:
+            ConfigurationError: Its kind is not known, or it cannot be cut back.
+        """
+        for known in self._registry.runs.values():
+            if known.run is run:
+                return run
+        kind = _kind_of(run)
+        number = sum(name.startswith(f"{kind.name}.") for name in self._registry.runs)
+        name, own = f"{kind.name}.{number}", record_writer.record
+        records = {} if self.begins_anew else _read_records(self._tier)
+        tracked = kind(run, self._processes([*records.values(), own]))
+        before = self._saved.get(name) or self._begun_alike(name, own, records)
+        if before is not None:
+            tracked.go_on(before["id"], before["position"], own.attempt)
+        self._registry.runs[name] = tracked
+        record_writer.set_fact(FACT, name, tracked_run.position_of(tracked))
+        return tracked.run
+
+    def _processes(self, records: Iterable[AttemptRecord]) -> set[tuple[Any, Any]]:
+        """Return host and process id of this rank in each of the attempts."""
+        found = set()
+        for record in records:
+            hosts, pids = record.facts.get("hosts", ()), record.facts.get("pids", ())
+            found |= set(list(zip(hosts, pids, strict=False))[self._rank : self._rank + 1])
+        return found
+
+    def _begun_alike(
+        self, name: str, own: AttemptRecord, records: Mapping[int, AttemptRecord]
+    ) -> dict[str, Any] | None:
+        """Return the position at the beginning of the newest attempt that began where this does."""
+        for number in sorted(records, reverse=True) if self._rank == 0 else ():
+            record, told = records[number], records[number].facts.get(FACT)
+            if number < own.attempt and isinstance(told, dict) and name in told:
+                return dict(told[name]) if record.parent == own.parent else None
+        return None
+
+
+def _read_records(tier: Tier) -> dict[int, AttemptRecord]:
+    try:
+        return attempt_history.read_attempts(tier)
+    except TrainckptError as error:
+        logger.warning("the trackers of earlier attempts are not known: %s", error.message)
+        return {}
+
+
+def _kind_of(run: Any) -> type[_TensorBoard | _Csv]:
+    package = type(run).__module__.partition(".")[0]
+    kinds: tuple[type[_TensorBoard | _Csv], ...] = (_TensorBoard, _Csv)
+    for kind in kinds:
+        if kind.takes(run):
+            return kind
+    raise ConfigurationError(
+        f"{type(run).__qualname__} of {package} is no tracker that can be cut back",
+        hint="pass the SummaryWriter of torch.utils.tensorboard; for a file that the script "
+        "appends to: ckpt.track_file(path); for other trackers: @ckpt.on_resume",
+    )
+
+
+class _TensorBoard:
+    """A `SummaryWriter` of torch: the event files of its directory, each cut back to its length.
+
+    What is cut off is kept beside its file, under a name that TensorBoard does not read. Files of
+    other programs are left alone: the host and the process id in the name of an event file have to
+    be those of this rank in one of the run's attempts. What this attempt wrote before the resume is
+    dropped: an earlier attempt has written it too.
+    """
+
+    name = "tensorboard"
+
+    def __init__(self, run: Any, processes: set[tuple[Any, Any]]) -> None:
+        self.run = run
+        self._marks = [f".{host}.{process}." for host, process in processes]
+        if "://" in str(run.log_dir):
+            raise ConfigurationError(
+                f"the event files in {run.log_dir} cannot be cut back: they are in a store",
+                hint="log to a directory, or pass SummaryWriter(..., purge_step=ckpt.cursor.step)",
+            )
+
+    @staticmethod
+    def takes(run: Any) -> bool:
+        return type(run).__name__ == "SummaryWriter" and hasattr(run, "_get_file_writer")
+
+    @property
+    def id(self) -> str:
+        return str(Path(self.run.log_dir).absolute())
+
+    def position(self) -> dict[str, int]:
+        self.run.flush()
+        return {name: path.stat().st_size for name, path in self._files().items()}
+
+    def go_on(self, directory: str, lengths: dict[str, int], attempt: int) -> None:
+        own = [Path(each.event_writer._file_name) for each in (self.run.all_writers or {}).values()]
+        self.run.close()  # its next use opens a new file
+        for path in own:
+            path.unlink(missing_ok=True)
+        _leave(self.id, directory)
+        self.run.log_dir = directory
+        found = {name: (path, path.stat().st_size) for name, path in self._files().items()}
+        for name, (path, length) in found.items():
+            if length > lengths.get(name, 0):
+                _cut_event_file(path, lengths.get(name, 0), attempt)
+        for name, then in lengths.items():
+            now = found[name][1] if name in found else 0
+            if now < then:
+                logger.warning("%s/%s has %d bytes, and had %d", directory, name, now, then)
+
+    def _files(self) -> dict[str, Path]:
+        """Return the event files of this run, also those of `add_scalars` one folder below."""
+        folder = Path(self.id)
+        found = [*folder.glob("*tfevents*"), *folder.glob("*/*tfevents*")]
+        return {
+            str(path.relative_to(folder)): path
+            for path in found
+            if any(mark in path.name for mark in self._marks)
+        }
+
+
+def _cut_event_file(path: Path, length: int, attempt: int) -> None:
+    aside = path.with_name(path.name.replace("tfevents", f"after-{attempt}"))
+    if length == 0:
+        path.rename(aside)
+    else:
+        with path.open("rb") as source, aside.open("wb") as copy:
+            source.seek(length)
+            shutil.copyfileobj(source, copy)
+        os.truncate(path, length)
+    logger.info("%s is cut back to the snapshot; the rest is in %s", path, aside.name)
+
+
+class _Csv:
+    """A CSVLogger of Lightning: the rows of its file.
+
+    Rows and not bytes: the logger writes the whole file anew when a column is added.
+    """
+
+    name = "csv"
+
+    def __init__(self, run: Any, processes: set[tuple[Any, Any]]) -> None:  # noqa: ARG002
+        self.run = run
+
+    @staticmethod
+    def takes(run: Any) -> bool:
+        return type(run).__name__ == "CSVLogger" and hasattr(run, "experiment")
+
+    @property
+    def id(self) -> str:
+        return str(Path(self.run.experiment.log_dir).absolute())
+
+    def position(self) -> int:
+        self.run.save()
+        return len(self._lines())
+
+    def go_on(self, directory: str, num_lines: int, attempt: int) -> None:
+        writer = self.run.experiment
+        writer.metrics.clear()  # a new writer would delete the file
+        for name in (writer.NAME_METRICS_FILE, writer.NAME_HPARAMS_FILE):
+            if directory != self.id:
+                Path(self.id, name).unlink(missing_ok=True)
+        _leave(self.id, directory)
+        writer.log_dir = directory
+        writer.metrics_file_path = str(Path(directory, writer.NAME_METRICS_FILE))
+        lines, path = self._lines(), Path(writer.metrics_file_path)
+        writer.metrics_keys = lines[0].strip().split(",") if lines and num_lines else []
+        if len(lines) < num_lines:
+            logger.warning("%s has lost rows logged before the snapshot", path)
+        if len(lines) > num_lines:
+            path.with_name(f"{path.name}.after-{attempt}").write_text("".join(lines[num_lines:]))
+            path.write_text("".join(lines[:num_lines]))
+            if not num_lines:
+                path.unlink()  # the logger writes the header of a new file
+
+    def _lines(self) -> list[str]:
+        path = Path(self.run.experiment.metrics_file_path)
+        return path.read_text().splitlines(keepends=True) if path.exists() else []
+
+
+def _leave(directory: str, better: str) -> None:
+    """Remove the directory that this attempt made, if it is empty and not the one to go on in."""
+    if directory != better:
+        logger.info("logging goes on in %s", better)
+        with suppress(OSError):
+            Path(directory).rmdir()

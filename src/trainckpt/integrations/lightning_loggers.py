@@ -1,0 +1,60 @@
+"""Lightning's loggers over a resume: the same version, and each step once.
+
+setup     Lightning has made every logger's experiment, in a folder of a new version: each gets
+          the version of the attempt before, which ModelCheckpoint names its folder after
+resume    the experiments are tracked, which leads them back into the folder
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from trainckpt.attempt.log import logger
+from trainckpt.attempt.options import TABLE, read_options
+from trainckpt.errors import ConfigurationError, TrainckptError
+from trainckpt.integrations.lightning_compat import is_a
+from trainckpt.run_directory.run_url import open_run_tier
+from trainckpt.snapshot import attempt_history
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from trainckpt.checkpointer import Checkpointer
+
+FACT, VERSIONS = "lightning", "versions"  # in the record of an attempt
+_IN_FOLDERS = ("TensorBoardLogger", "CSVLogger")
+
+
+def keep_versions(
+    trainer: Any, run: str | os.PathLike[str] | None, options: Mapping[str, Any]
+) -> None:
+    """Give the loggers the versions that they had in the newest attempt before this one."""
+    in_folders = [one for one in trainer.loggers if is_a(one, *_IN_FOLDERS)]
+    is_new = read_options({name: options.get(name) for name in TABLE}).resume == "never"
+    if not in_folders or is_new:
+        return
+    with suppress(TrainckptError):  # the Checkpointer meets it too, and raises it
+        records = attempt_history.read_attempts(open_run_tier(run))
+        told = [records[number].facts.get(FACT) for number in sorted(records, reverse=True)]
+        versions = [one[VERSIONS] for one in told if isinstance(one, dict) and VERSIONS in one]
+        for one, version in zip(in_folders, versions[0] if versions else [], strict=False):
+            one._version = version
+
+
+def track(trainer: Any, ckpt: Checkpointer) -> None:
+    """Track every logger of a known kind; the run has resumed."""
+    if not trainer.is_global_zero:
+        return
+    assert ckpt._attempt is not None
+    versions = [one.version for one in trainer.loggers if is_a(one, *_IN_FOLDERS)]
+    ckpt._attempt.record_writer.set_fact(FACT, VERSIONS, versions)
+    for one in trainer.loggers:
+        try:
+            if is_a(one, "TensorBoardLogger"):
+                ckpt.track_run(one.experiment)
+            elif is_a(one, "CSVLogger"):
+                ckpt.track_run(one)
+        except ConfigurationError as error:
+            logger.warning("%s repeats steps after a resume: %s", type(one).__name__, error.message)
