@@ -1,4 +1,7 @@
-"""Every optimizer of torch comes back bit for bit, and trains on as if nothing had happened."""
+"""What is particular about the state of an optimizer: types, identity, groups, refusals.
+
+That each optimizer of torch resumes exactly: test_optimizer_table.py.
+"""
 
 from __future__ import annotations
 
@@ -7,118 +10,40 @@ import torch
 from torch import nn
 
 from tests.state.helpers import frozen, move, registry, saved_of
+from tests.state.optimizer_programs import Net, state_of, step
 from trainckpt.errors import StateMismatch
 from trainckpt.state import apply
 from trainckpt.state.capture import capture
 from trainckpt.state.values import UnknownValue
 
 O = torch.optim  # noqa: E741
-OPTIMIZERS = {
-    "SGD": lambda p: O.SGD(p, 0.1),
-    "SGD momentum": lambda p: O.SGD(p, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "SGD fused": lambda p: O.SGD(p, 0.1, momentum=0.9, fused=True),
-    "Adam": lambda p: O.Adam(p, 0.01),
-    "Adam amsgrad": lambda p: O.Adam(p, 0.01, amsgrad=True),
-    "Adam foreach": lambda p: O.Adam(p, 0.01, foreach=True),
-    "Adam fused": lambda p: O.Adam(p, 0.01, fused=True),
-    "Adam tensor lr": lambda p: O.Adam(p, torch.tensor(0.01)),
-    "Adam capturable betas": lambda p: O.Adam(p, 0.01, betas=(0.8, 0.99), maximize=True),
-    "AdamW": lambda p: O.AdamW(p, 0.01, weight_decay=0.1),
-    "AdamW fused": lambda p: O.AdamW(p, 0.01, fused=True),
-    "Adagrad": lambda p: O.Adagrad(p, 0.1, lr_decay=0.01),
-    "Adagrad fused": lambda p: O.Adagrad(p, 0.1, fused=True),
-    "Adadelta": lambda p: O.Adadelta(p, 0.5),
-    "Adamax": lambda p: O.Adamax(p, 0.01),
-    "ASGD": lambda p: O.ASGD(p, 0.01),
-    "RMSprop": lambda p: O.RMSprop(p, 0.01, momentum=0.9, centered=True),
-    "Rprop": lambda p: O.Rprop(p, 0.01),
-    "NAdam": lambda p: O.NAdam(p, 0.01),
-    "RAdam": lambda p: O.RAdam(p, 0.01),
-    "Adafactor": lambda p: O.Adafactor(p, 0.01),
-    "LBFGS": lambda p: O.LBFGS(p, 0.1, max_iter=3, history_size=2, line_search_fn="strong_wolfe"),
-}
-if hasattr(O, "Muon"):
-    OPTIMIZERS["Muon"] = lambda p: O.Muon([q for q in p if q.dim() == 2], 0.01)
 
 
-class Net(nn.Module):
-    """A convolution, and a linear layer."""
-
-    def __init__(self, dtype, memory_format):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=memory_format)
-        self.head = nn.Linear(4, 2)
-        self.to(dtype)
-
-    def forward(self, x):
-        return self.head(self.conv(x).mean((2, 3)))
+def adam(parameters):
+    return O.Adam(parameters, 0.01)
 
 
-def build(make, dtype=torch.float32, seed=0, memory_format=torch.contiguous_format):
+def adam_of_a_tensor(parameters):
+    return O.Adam(parameters, torch.tensor(0.01))
+
+
+def sgd(parameters):
+    return O.SGD(parameters, 0.1)
+
+
+def build(make, dtype=torch.float32, seed=0):
     torch.manual_seed(seed)
-    model = Net(dtype, memory_format)
+    model = Net(dtype)
     return model, make(list(model.parameters()))
 
 
-def step(model, optimizer, number):
-    x = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(number))
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model(x.to(model.head.weight.dtype)).float().square().sum()
-        loss.backward()
-        return loss
-
-    if isinstance(optimizer, O.LBFGS):
-        return optimizer.step(closure).item().hex()
-    loss = closure()
-    optimizer.step()
-    return loss.item().hex()
-
-
-def state_of(model, optimizer):
-    named = {id(p): name for name, p in model.named_parameters()}
-    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    state = {named[id(p)]: s for p, s in optimizer.state.items()}
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    return frozen([dict(model.state_dict()), groups, state, grads])
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_it_comes_back_bit_for_bit_and_goes_on_alike(name):
-    goes_on_alike(name)
-
-
-@pytest.mark.parametrize("name", ["SGD momentum", "Adam", "AdamW fused", "NAdam", "Adafactor"])
-def test_it_does_on_bf16_parameters_too(name):
-    goes_on_alike(name, dtype=torch.bfloat16)
-
-
-@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "LBFGS"])
-def test_it_does_in_a_channels_last_model_too(name):
-    """Fused kernels walk moments and gradients as they lie in memory."""
-    goes_on_alike(name, memory_format=torch.channels_last)
-
-
-def goes_on_alike(name, **how):
-    model, optimizer = build(OPTIMIZERS[name], **how)
-    for number in range(3):
-        step(model, optimizer, number)
-    other, resumed = build(OPTIMIZERS[name], seed=1, **how)
-    move(registry(model=model, optimizer=optimizer), registry(model=other, optimizer=resumed))
-    assert state_of(other, resumed) == state_of(model, optimizer)
-    losses = [step(model, optimizer, n) for n in range(3, 6)]
-    assert [step(other, resumed, n) for n in range(3, 6)] == losses
-    assert state_of(other, resumed) == state_of(model, optimizer)
-
-
 def test_fp32_moments_of_bf16_parameters_keep_every_bit():
-    model, optimizer = build(OPTIMIZERS["Adam"], torch.bfloat16)
+    model, optimizer = build(adam, torch.bfloat16)
     step(model, optimizer, 0)
     for state in optimizer.state.values():
         for key in ("exp_avg", "exp_avg_sq"):
             state[key] = state[key].float() + 1e-7
-    other, resumed = build(OPTIMIZERS["Adam"], torch.bfloat16, seed=1)
+    other, resumed = build(adam, torch.bfloat16, seed=1)
     move(registry(model=model, optimizer=optimizer), registry(model=other, optimizer=resumed))
     assert state_of(other, resumed) == state_of(model, optimizer)
     assert resumed.state[other.head.weight]["exp_avg"].dtype is torch.float32
@@ -126,10 +51,10 @@ def test_fp32_moments_of_bf16_parameters_keep_every_bit():
 
 @pytest.mark.parametrize("between", ["nothing", "a step", "another tensor", "state lost"])
 def test_state_is_applied_again_whatever_the_script_did_since_in_the_same_memory_if_it_can(between):
-    model, optimizer = build(OPTIMIZERS["Adam"])
+    model, optimizer = build(adam)
     step(model, optimizer, 0)
     source = registry(model=model, optimizer=optimizer)
-    other, resumed = build(OPTIMIZERS["Adam"], seed=1)
+    other, resumed = build(adam, seed=1)
     target = registry(model=other, optimizer=resumed)
     saved = move(source, target)
     moments = resumed.state[other.head.weight]
@@ -150,9 +75,9 @@ def test_state_is_applied_again_whatever_the_script_did_since_in_the_same_memory
 
 
 def test_a_tensor_learning_rate_stays_the_tensor_that_others_hold():
-    model, optimizer = build(OPTIMIZERS["Adam tensor lr"])
+    model, optimizer = build(adam_of_a_tensor)
     optimizer.param_groups[0]["lr"].fill_(0.5)
-    other, resumed = build(OPTIMIZERS["Adam tensor lr"], seed=1)
+    other, resumed = build(adam_of_a_tensor, seed=1)
     held = resumed.param_groups[0]["lr"]
     move(registry(model=model, optimizer=optimizer), registry(model=other, optimizer=resumed))
     assert held is resumed.param_groups[0]["lr"]
@@ -161,7 +86,7 @@ def test_a_tensor_learning_rate_stays_the_tensor_that_others_hold():
 
 def test_groups_of_their_own_options_come_back():
     def make(lr):
-        model = Net(torch.float32, torch.contiguous_format)
+        model = Net()
         groups = [{"params": model.conv.parameters(), "lr": lr}, {"params": [model.head.weight]}]
         return model, O.SGD(groups, 0.1, momentum=0.9)
 
@@ -196,15 +121,15 @@ def refusal(source, target):
 
 def test_another_kind_of_optimizer_is_refused():
     """Adam's moments in an SGD would be wrong state without a word."""
-    model, adam = build(OPTIMIZERS["Adam"])
-    sgd = O.SGD(model.parameters(), 0.1)
-    (line,) = refusal(registry(model=model, o=adam), registry(model=model, o=sgd))
+    model, one = build(adam)
+    other = sgd(model.parameters())
+    (line,) = refusal(registry(model=model, o=one), registry(model=model, o=other))
     assert "Adam" in line
     assert "SGD" in line
 
 
 def test_other_groups_are_refused_by_the_names_of_their_parameters():
-    model, one = build(OPTIMIZERS["SGD"])
+    model, one = build(sgd)
     less = O.SGD(model.conv.parameters(), 0.1)
     split = O.SGD([{"params": [p]} for p in model.parameters()], 0.1)
     (line,) = refusal(registry(model=model, o=one), registry(model=model, o=less))
