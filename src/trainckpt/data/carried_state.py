@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import IterDataPipe, MapDataPipe
 
 from trainckpt.data import randomness
-from trainckpt.data.own_state import has_usable_state
 from trainckpt.data.pass_history import fingerprint
+from trainckpt.data.state_dict_methods import has_usable_state
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -38,6 +38,23 @@ class Carried:
 
     def __init__(self, states: dict[str, Any]) -> None:
         self.states = states
+
+
+class DataState(NamedTuple):
+    """State inside the dataset, the collate_fn and unknown samplers, by path.
+
+    Attributes:
+        generators: Of random generators.
+        carried: Of objects with a state_dict.
+    """
+
+    generators: dict[str, bytes] = {}  # noqa: RUF012 - never changed
+    carried: dict[str, Any] = {}  # noqa: RUF012 - never changed
+
+    @classmethod
+    def saved_as(cls, saved: dict[str, Any], when: str) -> DataState:
+        """Return it from a source's state; `when`: "before" the pass, or "now"."""
+        return cls(saved.get(f"data {when}", {}), saved.get(f"carried {when}", {}))
 
 
 def capture(roots: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,15 +21,21 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from trainckpt.data import randomness
 from trainckpt.data.carried_state import is_tensor
 from trainckpt.data.pass_history import fingerprint
 from trainckpt.data.randomness import as_bytes
 from trainckpt.data.restored_numbers import attributes_inside, is_function_or_object
+from trainckpt.format.exactness import How, Restored
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from torch.utils.data import DataLoader
+
+    from trainckpt.format.exactness import Report
 
 _NUMBERS = (bool, int, float, str)
 _ITEMS = 256  # compared of a sequence, spread over it
@@ -37,6 +43,71 @@ _DEPTH = 3  # a list of records
 _FEW = 16  # tensors in a tuple, as in a TensorDataset
 _DIGESTS = 64  # values compared of one dataset
 _WHOLE_BYTES = 16 << 20  # compared whole, of a tensor that is written by the run
+
+
+class ComparedContent:
+    """The content of one loader's dataset: digests for a snapshot, and reports of other content.
+
+    It is built as the process begins, so that changes by the run are told from other content.
+    """
+
+    def __init__(self, loader: DataLoader[Any], name: str, report: Report) -> None:
+        self._loader = loader
+        self._name = name
+        self._report = report
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        self._as_begun = {} if is_stream else content(loader.dataset)
+        self._marks = {} if is_stream else marks(loader.dataset)
+        self._cached_before: dict[str, list[Any]] = {}  # of before a stop, not made again
+
+    def state(self) -> dict[str, Any]:
+        """Return the digests for a snapshot."""
+        dataset = self._loader.dataset
+        return {
+            "content": self._as_begun,
+            "changed content": changed(dataset, self._marks) if self._marks else {},
+            "cached": self.compare_cached()
+            | ({} if self._loader.num_workers else cached(dataset)),  # workers have their own
+        }
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Compare samples in caches with those of a result of `state` from now on."""
+        self._cached_before = saved.get("cached", {})
+
+    def compare(self, saved: dict[str, Any]) -> None:
+        """Report lists, arrays and tensors that are not those of a result of `state`."""
+        was_changed = saved.get("changed content", {})
+        then, now = saved.get("content", {}), self._as_begun
+        paths = then.keys() & now.keys() - was_changed.keys()
+        self._report_paths(
+            sorted(path for path in paths if then[path] != now[path]),
+            "differs from the snapshot's, so other samples stand at the same indices: seed what "
+            "splits or shuffles them, and sort what a folder lists. Data may differ from the "
+            "uninterrupted run",
+        )
+        self._report_paths(
+            others(self._loader.dataset, was_changed),
+            "was replaced or written during training, and is not as when it was saved: set it "
+            "again before the loop asks for a batch, from what is tracked. Data may differ from "
+            "the uninterrupted run",
+        )
+
+    def compare_cached(self) -> dict[str, list[Any]]:
+        """Report samples made anew since a resume, and otherwise; return those not made yet."""
+        different, missing = cached_again(self._loader.dataset, self._cached_before)
+        self._cached_before = {} if different else missing  # reported once
+        self._report_paths(
+            different,
+            "keeps other samples at the same keys than before the stop, so random draws made "
+            "them: give the dataset state_dict and load_state_dict, or seed the draws of a sample "
+            "by its index. Data differs from the uninterrupted run",
+        )
+        return self._cached_before
+
+    def _report_paths(self, paths: list[str], reason: str) -> None:
+        if paths:
+            sentence = f"{self._name}: {', '.join(paths)[:200]} {reason}"
+            self._report(Restored(self._name, How.NOT_KEPT, sentence))
 
 
 def content(dataset: Any) -> dict[str, bytes]:

@@ -64,7 +64,7 @@ _RELIED_ON: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (_Multi._next_data, ("_process_data", "_get_data", "_task_info")),
 )
 
-_DIGESTS = 32  # more than there are batches after a state under trial (see `sources.Trial`)
+_DIGESTS = 32  # more than there are batches after a state under trial (see `stream_trials.Trial`)
 
 
 @dataclass

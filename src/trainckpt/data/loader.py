@@ -133,9 +133,7 @@ class TrackedLoader:
         # `passes_started` as `ckpt.epochs()` entered the running epoch; None without it
         self._epoch_start: int | None = None
         self._samples_before = 0
-        self._source = source_of(loader, name, self._report)
-        if tracked_places is not None and isinstance(self._source, LoaderSource):
-            self._source.tracked_places = tracked_places
+        self._source = source_of(loader, name, self._report, tracked_places or tuple)
         facts = self._source.facts()
         # Lengths may depend on a pass's remainder or on the epoch, so the lengths compared are
         # always those of a new loader.

@@ -21,14 +21,16 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from trainckpt.data import randomness
 from trainckpt.data.carried_state import children
-from trainckpt.data.own_state import has_usable_state
+from trainckpt.data.state_dict_methods import has_usable_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from torch.utils.data import DataLoader
 
 _KINDS = (bool, int, float, str)
 _LONGEST = 256  # characters of a text
@@ -36,6 +38,63 @@ _OBJECTS = 16  # inside each other
 _ATTRIBUTES = 256  # of one object; one with more is left out
 _METHODS = (types.BuiltinFunctionType, types.MethodType, functools.partial)
 _MODE = "training"  # of a module: `train()` and `eval()` set it
+
+
+class RestoredNumbers:
+    """The numbers and texts of one loader's data, for a snapshot and after a resume.
+
+    Attributes:
+        of_loop: Those set by the loop; None for a stream.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        self.of_loop = None if is_stream else LoopNumbers(self._roots)
+        self._as_workers_started: dict[str, Any] = {}
+        self._loaded: dict[str, Any] = {}  # a state whose numbers are not restored yet
+
+    def state(self, *, has_workers: bool) -> dict[str, Any]:
+        """Return the numbers for a snapshot; `has_workers`: workers may know other ones."""
+        return {
+            "workers' numbers": self._known_to_workers() if has_workers else {},
+            "loop numbers": {} if self.of_loop is None else self.of_loop.values(),
+        }
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Load a result of `state`: its numbers are restored as the next workers start."""
+        names = ("workers' numbers", "loop numbers")
+        self._loaded = {name: saved[name] for name in names if name in saved}
+
+    def restore_of_loop(self) -> None:
+        """Restore the loaded numbers that the loop had set."""
+        numbers = self._loaded.pop("loop numbers", {})
+        if self.of_loop is not None:
+            self.of_loop.restore(numbers)
+
+    @contextmanager
+    def as_workers_start(self) -> Iterator[None]:
+        """Return a context in which the data has the numbers to start workers with."""
+        with replaced(self._roots, self._loaded.get("workers' numbers", {})):
+            if self._loader.num_workers:
+                self._as_workers_started = numbers(self._roots)
+            yield
+        self._loaded.pop("workers' numbers", None)  # not before: a start that failed is repeated
+
+    def _known_to_workers(self) -> dict[str, Any]:
+        """Return the numbers in the dataset that changed since the workers started."""
+        if not self._as_workers_started:
+            return {}
+        now = numbers(self._roots)
+        then = self._as_workers_started.items()
+        return {path: value for path, value in then if now.get(path, value) != value}
+
+    @property
+    def _roots(self) -> dict[str, Any]:
+        """The dataset, and the collate_fn if it is an object: their numbers may be set."""
+        dataset, collate_fn = self._loader.dataset, self._loader.collate_fn
+        is_object = is_callable_object(collate_fn)
+        return {"dataset": dataset, **({"collate_fn": collate_fn} if is_object else {})}
 
 
 class LoopNumbers:

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import BatchSampler
 
 from trainckpt.data import carried_state
-from trainckpt.data.own_state import has_state
+from trainckpt.data.state_dict_methods import has_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

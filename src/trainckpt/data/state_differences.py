@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainckpt.data.sources import TRIAL_BATCHES
+from trainckpt.data.stream_trials import TRIAL_BATCHES
 from trainckpt.format.exactness import How, Restored
 
 

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import nn
 
-from trainckpt.data.own_state import refuse_arguments
+from trainckpt.data.state_dict_methods import refuse_arguments
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.exactness import How, Restored
 from trainckpt.format.globs import select
