@@ -39,11 +39,11 @@ from trainckpt.format.attempt_record import RUNNING
 from trainckpt.format.exactness import How, Restored
 from trainckpt.format.names import check_tag
 from trainckpt.gc_pause import gc_paused
-from trainckpt.inspect import proof_recorder
-from trainckpt.inspect.proof_files import tracked_files
 from trainckpt.notice import Notice
 from trainckpt.ranks.boundary_gate import BoundaryGate
 from trainckpt.ranks.world import current_world
+from trainckpt.recording.recorder import recorder_from_environment
+from trainckpt.recording.script_files import tracked_files
 from trainckpt.resume.apply_phases import PhasedRestore
 from trainckpt.resume.crash_marker import CrashMarker
 from trainckpt.resume.report import seen_since
@@ -56,6 +56,7 @@ from trainckpt.start_attempt import Attempt, RankContext, start_attempt
 from trainckpt.state import script_randomness, script_variables
 from trainckpt.state.registry import Registry
 from trainckpt.state.script_randomness import EarlyDraws
+from trainckpt.stop.hard_exit import HardExit
 from trainckpt.stop.notice_listener import NoticeListener
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class Checkpointer:
         self._files = tracked_files(registry, run)
         self._runs = TrackedRuns(registry, self._tier, self._world.rank)
         self._phased_restore = PhasedRestore(registry, self._position)
-        self._recorder = proof_recorder.recorder_from_environment(self._world.rank, registry)
+        self._recorder = recorder_from_environment(self._world.rank, registry)
         self._awaits_first_boundary = True
         self._storable_check_due = True  # also after the first step: it makes the optimizer's state
         self._training_thread = 0  # its id, from `resume` on
@@ -126,13 +127,14 @@ class Checkpointer:
         for item in loader if isinstance(loader, (list, tuple)) else [loader]:
             if item is not None:
                 self.loader(item)
-        self._gate = BoundaryGate()
+        self._gate, hard_exit = BoundaryGate(), HardExit()
         self._listener = NoticeListener(
             gate=self._gate,
             tier=self._tier,
             timings=self._timings,
             options=self.options,
             status_writer=self._status_writer,
+            hard_exit=hard_exit,
         )
         self._status_writer.update(
             rank=self._world.rank,
@@ -150,6 +152,7 @@ class Checkpointer:
             estimator=estimator,
             phased_restore=self._phased_restore,
             listener=self._listener,
+            hard_exit=hard_exit,
             status_writer=self._status_writer,
             requests=self._requests,
             loaders=self._loaders,

@@ -112,6 +112,15 @@ class SaveFailed(TrainckptError):
     exit_code = 74
 
 
+# Exit codes without an error: a stop by default, and 128 + SIGINT, as shells say it.
+START_AGAIN, INTERRUPTED = 75, 130
+# Of errors that the next start of the same command would meet again.
+REFUSALS = frozenset(
+    error.exit_code
+    for error in (UnusableSnapshot, NothingToResume, TierUnavailable, ConfigurationError)
+)
+
+
 class Stopped(SystemExit):
     """The run was stopped and its state is saved; raised at the request for the next batch.
 

@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from trainckpt.save.estimates import SaveEstimator, Timings
     from trainckpt.save.schedule import SaveRequests
     from trainckpt.state.registry import Registry
+    from trainckpt.stop.hard_exit import HardExit
     from trainckpt.stop.notice_listener import NoticeListener
     from trainckpt.stop.survivor_setup import SurvivorSetup
     from trainckpt.storage.base import RunTier
@@ -104,6 +105,7 @@ class RankContext:
     estimator: SaveEstimator
     phased_restore: PhasedRestore
     listener: NoticeListener
+    hard_exit: HardExit
     status_writer: RankStatusWriter
     requests: SaveRequests
     loaders: list[tuple[Any, TrackedLoader]]
@@ -221,7 +223,7 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
         registry=registry,
         defaults=defaults,
         saver=saver,
-        hard_exit=context.listener.hard_exit,
+        hard_exit=context.hard_exit,
         hosts=hosts,
         status_writer=context.status_writer,
         encryption=snapshot_encryption,
@@ -244,6 +246,7 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
         saver=saver,
         final_save=_build_final_save(context, beginning, saver),
         listener=context.listener,
+        hard_exit=context.hard_exit,
         record_writer=record_writer,
         report=report,
         status_writer=context.status_writer,
@@ -257,7 +260,7 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
         if encryption.may_refer(snapshot_encryption, manifest):
             saver.references.begin_from(manifest, beginning.reader)
             if snapshot_encryption is not None:
-                snapshot_encryption.begin_from(manifest)
+                snapshot_encryption.allow_references(manifest)
         _apply(context, shutdown, beginning)
         parts = [*context.problems, *parts, *said_after_loading(registry, beginning)]
         report.set_restored(of_all_ranks(context.channel, parts))

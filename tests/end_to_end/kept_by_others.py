@@ -238,7 +238,7 @@ def save_often(rank, folder, looks):
         begun_s, pending = time.monotonic(), save()
         with contextlib.suppress(SaveFailed):
             pending.wait("partner", 60)
-        ckpt._attempt.saver.replication.resume()
+        ckpt._attempt.saver.replication.unpause()
         return found, (pending.why_not_replicated, time.monotonic() - begun_s)
 
 

@@ -15,11 +15,11 @@ import multiprocessing, sys, time
 from concurrent.futures import ProcessPoolExecutor
 from torch import nn
 from trainckpt import Checkpointer
-from trainckpt.stop import notice_listener as watch
+from trainckpt.stop import slow_stop
 from tests.end_to_end.training import Parts
 from tests.end_to_end.test_pools import work
 
-watch.WAITS_S = 0.5
+slow_stop.WAITS_S = 0.5
 kind, place, grace = sys.argv[1:]
 parts = Parts()
 with Checkpointer(place, **parts.tracked(), every="never", grace=grace or None) as ckpt:

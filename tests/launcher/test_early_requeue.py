@@ -12,10 +12,9 @@ import pytest
 
 from trainckpt.attempt.launch import command_hash, recorded_options
 from trainckpt.encryption.keys import parse_recipients
-from trainckpt.errors import ConfigurationError
+from trainckpt.errors import START_AGAIN, ConfigurationError
 from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.launcher.early_requeue import FirstLaunch, ask_to_be_queued_again
-from trainckpt.launcher.outcome import START_AGAIN
 from trainckpt.launcher.signal_policy import Inbox
 from trainckpt.launcher.supervise import RunResult, supervise
 from trainckpt.run_directory.run_url import open_directory

@@ -267,13 +267,13 @@ def test_a_source_that_is_suspended_asks_nothing_and_keeps_nothing_open():
     assert closed == [0]
     assert not asked.acquire(timeout=0.02)
     notices.append(Notice("AWS spot stop"))
-    source.resume()
+    source.restart()
     for _ in range(2):
         assert asked.acquire(timeout=60)
         answer.release()
         source._thread.join(60)
         assert source.poll() == notices
         source.suspend()
-        source.resume()
+        source.restart()
     source.stop()
     answer.release()

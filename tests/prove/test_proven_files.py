@@ -10,8 +10,8 @@ import pytest
 
 import trainckpt
 from trainckpt.errors import ConfigurationError
-from trainckpt.inspect import proof_files
 from trainckpt.prove.proof import ScriptFailed, prove
+from trainckpt.recording import script_files
 from trainckpt.run_directory.run_url import PROVE_VARIABLE
 from trainckpt.state.registry import Registry
 
@@ -99,7 +99,7 @@ def in_proof(tmp_path, monkeypatch):
     """This process is a rank under proof; returns who tracks a file in a run of the user's."""
     plan = {"dir": str(tmp_path), "place": str(tmp_path / "place"), "files": str(tmp_path / "kept")}
     monkeypatch.setenv(PROVE_VARIABLE, json.dumps(plan))
-    return lambda file: proof_files.tracked_files(Registry(), tmp_path / "run").track(file)
+    return lambda file: script_files.tracked_files(Registry(), tmp_path / "run").track(file)
 
 
 def test_what_a_killed_proof_has_left_is_refused_and_stays(tmp_path, in_proof):
@@ -111,7 +111,7 @@ def test_what_a_killed_proof_has_left_is_refused_and_stays(tmp_path, in_proof):
         in_proof(file)
     assert f"mv {copy} {file}" in refused.value.hint
     assert (file.read_text(), copy.read_text()) == ("1\n2\n", "1\n")
-    assert proof_files.restore_files(tmp_path / "kept") == []
+    assert script_files.restore_files(tmp_path / "kept") == []
 
 
 def test_a_run_that_is_training_keeps_its_file_to_itself(tmp_path, monkeypatch, in_proof):
@@ -127,7 +127,7 @@ def test_a_run_that_is_training_keeps_its_file_to_itself(tmp_path, monkeypatch, 
     monkeypatch.setenv(PROVE_VARIABLE, plan)
     in_proof(file)
     file.write_text("1\n2\n")
-    proof_files.restore_files(tmp_path / "kept")
+    script_files.restore_files(tmp_path / "kept")
     assert file.read_text() == "1\n"
 
 
@@ -138,7 +138,7 @@ def test_whatever_a_script_made_of_its_file_it_is_as_it_was(tmp_path, in_proof, 
     in_proof(file)
     in_proof(file)  # the next attempt of the same proof keeps nothing anew
     file.unlink() if now is None else file.write_text(now)
-    (said,) = proof_files.restore_files(tmp_path / "kept")
+    (said,) = script_files.restore_files(tmp_path / "kept")
     assert "holds again the 4 bytes" in said
     assert [f.read_text() for f in tmp_path.glob("m.csv*")] == ["1\n2\n"]
 
@@ -149,6 +149,6 @@ def test_what_cannot_be_put_back_is_named_with_its_copy(tmp_path, in_proof):
     in_proof(file)
     file.unlink()
     file.mkdir()
-    (said,) = proof_files.restore_files(tmp_path / "kept")
+    (said,) = script_files.restore_files(tmp_path / "kept")
     assert f"what it held is in {file}.before-proof" in said
     assert (tmp_path / "m.csv.before-proof").read_text() == "1\n"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from trainckpt.inspect.proof_files import read_written
+from trainckpt.recording.script_files import read_written
 
 SCRIPT = """
 import os, pathlib, sys
-from trainckpt.inspect.proof_files import record_writes
+from trainckpt.recording.script_files import record_writes
 records, own, outside = map(pathlib.Path, sys.argv[1:])
 record_writes(records, own)
 (own / "inside").write_text("")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainckpt.attempt.save_handle import COMMITTED, Committed, SaveHandle
+from trainckpt.attempt.save_handle import COMMITTED, CommitEvent, SaveHandle
 from trainckpt.errors import SaveFailed
 from trainckpt.replicate.uploads import Uploads
 from trainckpt.save.replication_control import ReplicationControl
@@ -27,7 +27,7 @@ class Uploader:
 def committed():
     handle = SaveHandle()
     handle.reach(COMMITTED, "s1~1.1")
-    return Committed(
+    return CommitEvent(
         manifest=SimpleNamespace(name="s1~1.1"),
         whole=None,
         shard=None,

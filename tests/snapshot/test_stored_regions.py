@@ -43,7 +43,7 @@ class Run:
         ]
         size = sum(r.num_bytes for r in stored)
         entry = FileEntry(f"s{self.saves}~1.{self.saves}/rank00000.safetensors", size, "", "")
-        self.known = save_plan.committed(self.known, entry, stored, references)
+        self.known = save_plan.regions_after_save(self.known, entry, stored, references)
         return sorted(r.tensor for r in found), {
             key: int(file[1 : file.index("~")]) for key, file in references.items()
         }

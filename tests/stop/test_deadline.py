@@ -8,7 +8,7 @@ import pytest
 
 from trainckpt.save.estimates import Timings
 from trainckpt.stop.deadline import Deadline, granted_s, margin_s
-from trainckpt.stop.notice_listener import early_limit_s
+from trainckpt.stop.early_signals import early_limit_s
 
 FAR_S = 3600.0
 

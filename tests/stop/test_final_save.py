@@ -313,7 +313,7 @@ def test_after_a_stop_that_was_undone_the_same_hosts_keep_what_is_saved_next(tmp
             protecting.pause()
             protecting.prepare_final(others=False)
             seen.append(protecting.replicator is before)
-            protecting.resume()
+            protecting.unpause()
             seen.append(protecting.replicator is before)
         if ckpt.cursor.micro_batches == 8:
             saver.wait()

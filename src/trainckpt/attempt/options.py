@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.errors import ConfigurationError
+from trainckpt.errors import START_AGAIN, ConfigurationError
 from trainckpt.format.duration import parse_duration
 from trainckpt.format.globs import parse_globs
 from trainckpt.snapshot.redundancy import RedundancySpec, parse_redundancy
@@ -320,7 +320,7 @@ TABLE: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
     "accumulate": (None, _unless_none(_number(1, 10**9)), "a number of micro-batches, or none"),
     "memory_budget": ("40 %", _parse_budget, 'a share such as "40 %", or a size such as "8 GB"'),
     "on_stop": ("exit", _one_of("exit", "return"), '"exit" or "return"'),
-    "exit_code": (75, _number(1, 255), "a number from 1 to 255"),
+    "exit_code": (START_AGAIN, _number(1, 255), "a number from 1 to 255"),
     "resume": ("auto", _one_of("auto", "required", "never"), '"auto", "required" or "never"'),
     "init_from": (None, _text_or_none, '"RUN" or "RUN@SNAPSHOT", or "none"'),
     "exclude": (

@@ -203,7 +203,7 @@ class SaveHandle:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Committed:
+class CommitEvent:
     """A snapshot that was just committed, as each rank's subscribers get it. Saving thread.
 
     Attributes:

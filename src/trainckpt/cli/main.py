@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from trainckpt.attempt.status_files import remove_import_mark
 from trainckpt.cli.output import tell
-from trainckpt.errors import ConfigurationError, TrainckptError
+from trainckpt.errors import INTERRUPTED, ConfigurationError, TrainckptError
 from trainckpt.format.names import VERSION
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ _MODULES = {
     "fetch": "copy_snapshot",
     "demo": "prove",
 }
-INTERRUPTED, READER_GONE = 130, 141  # as shells say SIGINT and SIGPIPE
+READER_GONE = 141  # 128 + SIGPIPE, as shells say it
 RUNS = ("run", "resume")
 UNWRITABLE = 74  # as sysexits.h says of output
 IDENTITY_VARIABLE = "TRAINCKPT_IDENTITY"

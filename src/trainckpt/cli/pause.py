@@ -29,6 +29,7 @@ from trainckpt.cli.output import tell
 from trainckpt.cli.run import KEYS
 from trainckpt.dumping.dump_choice import DUMP, NOTHING
 from trainckpt.errors import (
+    INTERRUPTED,
     NoAgreement,
     NothingToResume,
     SaveFailed,
@@ -41,7 +42,6 @@ from trainckpt.format.attempt_record import FINISHED, MAX_BYTES, STOPPED, Attemp
 from trainckpt.format.duration import WANTED, parse_duration
 from trainckpt.launcher import dumper
 from trainckpt.launcher.dumper import DumpAnswer
-from trainckpt.launcher.outcome import INTERRUPTED
 from trainckpt.launcher.restored import LISTENS
 from trainckpt.launcher.supervisor_record import BY_SUPERVISOR
 from trainckpt.process_dump import criu

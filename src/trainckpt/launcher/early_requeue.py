@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainckpt.attempt.launch import recorded_options
-from trainckpt.errors import ConfigurationError, TrainckptError
+from trainckpt.errors import INTERRUPTED, ConfigurationError, TrainckptError
 from trainckpt.format.attempt_record import STOPPED
 from trainckpt.format.dump import KIND as DUMP
-from trainckpt.launcher.outcome import INTERRUPTED, start_again_code
+from trainckpt.launcher.outcome import start_again_code
 from trainckpt.launcher.supervise import TOO_EARLY, RunResult
 from trainckpt.launcher.torchrun_command import likely_run
 from trainckpt.run_directory import run_url

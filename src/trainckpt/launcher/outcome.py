@@ -21,13 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainckpt.attempt.status_files import REFUSED
-from trainckpt.errors import (
-    ConfigurationError,
-    NoAgreement,
-    NothingToResume,
-    TierUnavailable,
-    UnusableSnapshot,
-)
+from trainckpt.errors import INTERRUPTED, START_AGAIN, ConfigurationError, NoAgreement
 from trainckpt.format.attempt_record import FAILED, FINISHED, KILLED, STOPPED
 
 if TYPE_CHECKING:
@@ -38,11 +32,6 @@ if TYPE_CHECKING:
     from trainckpt.launcher.torchrun_agent import RankExit
 
 NOTICE = "notice"  # ended in start-up, where nothing was trained yet
-START_AGAIN, INTERRUPTED = 75, 130
-REFUSALS = frozenset(
-    error.exit_code
-    for error in (UnusableSnapshot, NothingToResume, TierUnavailable, ConfigurationError)
-)
 # why we ended it ourselves
 START_UP, DEADLINE, SECOND_INTERRUPT, OTHERS_LOST = "start-up", "deadline", "interrupt", "lost"
 DUMPED = "dumped"

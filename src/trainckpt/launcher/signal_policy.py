@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.launch import recorded_options
 from trainckpt.attempt.status_files import CLAIMED, LISTENING, RETURNED
-from trainckpt.errors import ConfigurationError
+from trainckpt.errors import INTERRUPTED, REFUSALS, START_AGAIN, ConfigurationError
 from trainckpt.format.attempt_record import FAILED, FINISHED, KILLED, STOPPED
-from trainckpt.launcher.outcome import INTERRUPTED, REFUSALS, Outcome
 from trainckpt.preemption import kubernetes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from trainckpt.attempt.status_files import RankStatus
+    from trainckpt.launcher.outcome import Outcome
 
 
 HEARD = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGXCPU")
@@ -125,7 +125,7 @@ END, KILL, NOTHING = "end", "kill", "nothing"
 
 OTHERS_S = 10.0  # after a rank died, what the others get to finish what is in flight
 MARGIN, MOST_MARGIN_S = 0.1, 2.0  # of the grace: for us to end the ranks and write it down
-NEVER_AGAIN = REFUSALS | {0, 75, 130}
+NEVER_AGAIN = REFUSALS | {0, START_AGAIN, INTERRUPTED}
 IN_ORDER = (STOPPED, FINISHED)
 
 

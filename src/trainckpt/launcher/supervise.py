@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.attempt import status_files
 from trainckpt.attempt.launch import AT_VARIABLE, COMMAND_VARIABLE, DUMPS_VARIABLE
 from trainckpt.attempt.status_files import SUPERVISOR_VARIABLE
-from trainckpt.errors import ConfigurationError
+from trainckpt.errors import INTERRUPTED, START_AGAIN, ConfigurationError
 from trainckpt.format.attempt_record import UNDECIDED
 from trainckpt.launcher import supervisor_record
 from trainckpt.launcher.dumper import Dumpable, outputs
 from trainckpt.launcher.finish_uploads import flush_left
 from trainckpt.launcher.monitor import LaunchMonitor
 from trainckpt.launcher.nested import LONGEST_WHY, ParentReporter
-from trainckpt.launcher.outcome import INTERRUPTED, NOTICE, START_AGAIN, classify, start_again_code
+from trainckpt.launcher.outcome import NOTICE, classify, start_again_code
 from trainckpt.launcher.prefetch import beside
 from trainckpt.launcher.processes import kill_session
 from trainckpt.launcher.signal_policy import Inbox, starts_again

@@ -4,7 +4,7 @@
     ask     the thread    one query; notices, an error, or nothing; then a pause
     poll    watcher       takes the notices received, without waiting
     suspend main thread   before a process dump: waits for the query under way, then closes
-                          the connections; no query follows until `resume`
+                          the connections; no query follows until `restart`
     stop    main thread   no more queries; one under way is not awaited
 
 Every error is logged once, and the same query is repeated after a longer and longer pause: a
@@ -66,7 +66,7 @@ class PollingSource(PolledSource):
         self._thread.start()
 
     def suspend(self) -> None:
-        """Close the connections, and make no query until `resume`.
+        """Close the connections, and make no query until `restart`.
 
         Raises:
             TimeoutError: a query was not answered for `SUSPEND_WITHIN_S`.
@@ -79,7 +79,7 @@ class PollingSource(PolledSource):
         finally:
             self._asking.release()
 
-    def resume(self) -> None:
+    def restart(self) -> None:
         """Ask again, also if a notice had ended the questions."""
         self._may_ask.set()
         if not self._thread.is_alive():

@@ -48,6 +48,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from trainckpt.errors import INTERRUPTED
 from trainckpt.notice import Notice
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ CHECK_INTERVAL_S = 1.0
 
 def leave_at_once() -> None:
     """End this process at once on a second Ctrl-C, with 128 + SIGINT."""
-    os._exit(130)
+    os._exit(INTERRUPTED)
 
 
 class SignalSource:

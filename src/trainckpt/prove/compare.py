@@ -1,7 +1,7 @@
 """Compare the records of an uninterrupted run with those of an interrupted one. Pure.
 
 A record is one line a boundary (a digest of each part of the state) and one line a batch, written
-by each rank (inspect/proof_recorder.py). The resumed attempts must repeat the straight run's
+by each rank (recording/recorder.py). The resumed attempts must repeat the straight run's
 lines from wherever they went on, and together cover all of it.
 """
 

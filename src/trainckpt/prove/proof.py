@@ -28,8 +28,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError, TrainckptError
-from trainckpt.inspect import proof_files
-from trainckpt.inspect.proof_files import PROOF_FOLDER, read_written
 from trainckpt.launcher.processes import kill_session
 from trainckpt.launcher.supervise import RunResult, supervise
 from trainckpt.launcher.torchrun_command import torchrun_command
@@ -43,6 +41,8 @@ from trainckpt.prove.compare import (
     unrepeated,
     unseeded,
 )
+from trainckpt.recording import script_files
+from trainckpt.recording.script_files import PROOF_FOLDER, read_written
 from trainckpt.run_directory.run_url import PROVE_VARIABLE, WORK
 
 if TYPE_CHECKING:
@@ -256,10 +256,10 @@ def prove(
     try:
         return _prove(folder, stops, keep, _Runs(folder, command, nproc, say, launch), say)
     finally:
-        for told in proof_files.restore_files(folder / proof_files.FOLDER):
+        for told in script_files.restore_files(folder / script_files.FOLDER):
             say(told)
         with suppress(OSError):
-            (folder / proof_files.FOLDER).rmdir()
+            (folder / script_files.FOLDER).rmdir()
         with suppress(OSError):  # one that holds logs stays
             folder.rmdir()
 
@@ -322,7 +322,7 @@ def _prove(folder: Path, stops: int, keep: str | None, runs: _Runs, say: Say) ->
 def _remove(folder: Path) -> None:
     """Remove all but the notes of the files to put back, which are read later."""
     for path in folder.iterdir():
-        if path.name != proof_files.FOLDER:
+        if path.name != script_files.FOLDER:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -460,7 +460,7 @@ class _Runs:
             "dir": str(folder),
             "place": str(self._folder / run / "run"),
             PROOF_FOLDER: str(self._folder),
-            proof_files.FOLDER: str(self._folder / proof_files.FOLDER),
+            script_files.FOLDER: str(self._folder / script_files.FOLDER),
         }
         if stop is not None:
             plan["strike"] = {"at": stop.at, "signal": stop.signal, "rank": stop.rank}

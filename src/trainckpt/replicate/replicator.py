@@ -137,7 +137,7 @@ class Replicator:
         """Pause for something more urgent that needs the network, on all ranks alike."""
         self._paused.set()
 
-    def resume(self) -> None:
+    def unpause(self) -> None:
         """Undo `pause`: replication is the most urgent work now."""
         self._paused.clear()
 

@@ -487,7 +487,7 @@ class TierUploader:
         try:
             self._be_there()
             upload.must_not_be_another(self.tier, manifest)
-            there = self._committed_keys() if manifest.reached else ()
+            there = self._complete_keys() if manifest.reached else ()
         except UnusableSnapshot as error:  # a record: the snapshot is not lost by that
             raise TierUnavailable(error.message, hint=error.hint) from error
         return manifest, data, upload.all_reached(manifest, there)
@@ -495,7 +495,7 @@ class TierUploader:
     def _follow_anew(self) -> FollowedRun:
         return FollowedRun(self.tier, self._work.run_tier, self._work.run)
 
-    def _committed_keys(self) -> set[str]:
+    def _complete_keys(self) -> set[str]:
         """Return the keys of complete files in the tier: those of committed snapshots."""
         self._followed.candidates(self._followed.attempts(self._work.number.value))
         return self._followed.files()

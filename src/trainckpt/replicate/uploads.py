@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from trainckpt.attempt.options import Every
     from trainckpt.attempt.record_writer import AttemptId, RecordWriter
-    from trainckpt.attempt.save_handle import Committed
+    from trainckpt.attempt.save_handle import CommitEvent
     from trainckpt.ranks.store import RankStore
     from trainckpt.replicate.tier_uploader import TierUploader
     from trainckpt.run_directory.tier_config import TierConfig
@@ -214,7 +214,7 @@ class Uploads:
         for uploader in self.uploaders:
             uploader.start()
 
-    def on_commit(self, event: Committed) -> None:
+    def on_commit(self, event: CommitEvent) -> None:
         """Queue a snapshot committed in the run directory, as `TierUploader.offer`."""
         if self._durable == LOCAL:
             event.handle.reach(DURABLE)

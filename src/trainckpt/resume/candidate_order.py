@@ -16,11 +16,12 @@ its own error between starting to read it and its first boundary:
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trainckpt.attempt.log import logger
-from trainckpt.errors import UnusableSnapshot
+from trainckpt.errors import REFUSALS, START_AGAIN, NoAgreement, UnusableSnapshot
 from trainckpt.format.attempt_record import FAILED, KILLED, STARTING, UNDECIDED
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot import catalog
@@ -36,8 +37,12 @@ READING = "reading"  # in an attempt's record: the snapshot being read, before t
 KEEP_LAST = "keep_last"  # in it too: for a prune from outside
 # In the supervisor's outcome: the state in which the attempt died by itself.
 DIED_WHILE = "died_while"
-# Ends that do not blame the snapshot: refusals, stops, and signals to the process.
-_FAULT_ELSEWHERE = frozenset({0, 65, 66, 69, 71, 75, 78, 129, 130, 138, 143})
+_SIGNALS = ("SIGHUP", "SIGINT", "SIGUSR1", "SIGTERM")
+# Exit codes that do not blame the snapshot: refusals, stops, and signals to the process.
+_FAULT_ELSEWHERE = frozenset(
+    {0, *REFUSALS, NoAgreement.exit_code, START_AGAIN}
+    | {128 + getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)}
+)
 
 
 @dataclass(frozen=True)

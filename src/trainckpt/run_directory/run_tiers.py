@@ -272,10 +272,10 @@ def move(
         upload.bring_records(target, sources[0])
     there = upload.holds(target, manifest.name)
     data = _manifest_bytes([*sources, target], manifest)
-    committed = upload.committed_keys(target, everywhere.run)
+    complete = upload.complete_keys(target, everywhere.run)
     num_bytes = 0
     for key, file in files_of(manifest):
-        is_new = key not in committed and not there
+        is_new = key not in complete and not there
         if is_new or check_file(target, key, file):
             if not sources:
                 raise UnusableSnapshot(f"{key} in {target.url} is not good, and no other copy is")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainckpt.attempt.options import Budget
-    from trainckpt.attempt.save_handle import Committed
+    from trainckpt.attempt.save_handle import CommitEvent
     from trainckpt.storage.arena import Arena
 
 
@@ -229,7 +229,7 @@ class Arenas:
         self.device_copier.keep(self._private, 0)
         self._private = memory
 
-    def on_commit(self, event: Committed) -> None:
+    def on_commit(self, event: CommitEvent) -> None:
         """Publish the committed shard, unless it was written from the live tensors."""
         if isinstance(event.shard, Shard):
             self.publish(event.manifest.name, shard_file_name(self._rank))

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import torch
 
     from trainckpt.attempt.progress_counter import ProgressCounter
-    from trainckpt.attempt.save_handle import Committed
+    from trainckpt.attempt.save_handle import CommitEvent
     from trainckpt.format.shard_file import ShardHeader
     from trainckpt.ranks.store import RankStore
     from trainckpt.state.registry import Registry
@@ -185,7 +185,7 @@ class StaleModelCheck:
                 steps[model] = max(taken, steps.get(model, 0))
         self._steps_at[step] = steps
 
-    def on_commit(self, event: Committed) -> None:
+    def on_commit(self, event: CommitEvent) -> None:
         """Check the committed save."""
         self.check(event.manifest.cursor.step, event.shard.header)
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from trainckpt.attempt.record_writer import AttemptId, RecordWriter
-    from trainckpt.attempt.save_handle import Committed
+    from trainckpt.attempt.save_handle import CommitEvent
     from trainckpt.format.dump import DumpName
     from trainckpt.format.manifest import Manifest, TensorEntry
     from trainckpt.format.names import SnapshotName
@@ -368,7 +368,7 @@ class SnapshotCommitter:
         """End the writer process: nothing is written for a while."""
         self._client.rest()
 
-    def on_commit(self, event: Committed) -> None:
+    def on_commit(self, event: CommitEvent) -> None:
         """Record the commit and prune, while the next save may begin."""
         name = event.manifest.name
         self._keys.delete_read(name.sequence)
@@ -422,7 +422,7 @@ class SnapshotCommitter:
             if not in_memory:
                 commit(self._tier, self.manifest)
                 if self._encryption is not None:
-                    self._encryption.committed(self.manifest)
+                    self._encryption.allow_references(self.manifest)
         except Exception as error:  # noqa: BLE001 - the other ranks are waiting for a verdict
             return to_error_message(error, 0, self._tier.url)
         return {"ok": True}

@@ -23,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainckpt.attempt.log import logger
-from trainckpt.attempt.save_handle import COMMITTED, Committed, SaveHandle
+from trainckpt.attempt.save_handle import COMMITTED, CommitEvent, SaveHandle
 from trainckpt.encryption.encrypted_file import EncryptedLayout
 from trainckpt.errors import NoAgreement, SaveFailed
 from trainckpt.format.manifest import Manifest
@@ -181,16 +181,18 @@ class SaveCoordinator:
         self._cut_off = False  # the last save found a rank gone
         self._may_wait = True  # the last wait for a save was not in vain
         self._thread: threading.Thread | None = None
-        self._commit_subscribers: tuple[Callable[[Committed], object], ...] = (
+        self._commit_subscribers: tuple[Callable[[CommitEvent], object], ...] = (
+            # a waiting caller may save or resume at once: the next save refers to these regions,
+            # `committed` names the snapshot, and memory holds it
             self.references.on_commit,
             self._count_commit,
             self._stale_models.on_commit,
             arenas.on_commit,
             timings.on_commit,
             self._report_commit,  # from here on a waiting caller goes on
-            self.uploads.on_commit,
+            self.uploads.on_commit,  # before the pruning, which spares the snapshots queued here
             self._committer.on_commit,
-            self.replication.on_commit,
+            self.replication.on_commit,  # last: it sends to other hosts, and waits for them
         )
 
     def save(
@@ -476,7 +478,7 @@ class SaveCoordinator:
             failure = SaveFailed(str(error) or repr(error))
             self._record_failure(save.handle, manifest.name, failure)
         else:
-            event = Committed(
+            event = CommitEvent(
                 manifest=manifest,
                 whole=self._committer.manifest,
                 shard=shard,
@@ -496,11 +498,11 @@ class SaveCoordinator:
                         str(error) or repr(error),
                     )
 
-    def _count_commit(self, event: Committed) -> None:
+    def _count_commit(self, event: CommitEvent) -> None:
         self.committed = (str(event.manifest.name), event.manifest.cursor)
         self._failures, self._may_wait = 0, True
 
-    def _report_commit(self, event: Committed) -> None:
+    def _report_commit(self, event: CommitEvent) -> None:
         if self._channel.world.rank == 0:
             now_s, level = time.monotonic(), logging.DEBUG
             if event.is_final or event.manifest.tags or now_s >= self._report_from_s:

@@ -45,7 +45,7 @@ from trainckpt.state.tensor_digests import checksums
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from trainckpt.attempt.save_handle import Committed
+    from trainckpt.attempt.save_handle import CommitEvent
     from trainckpt.format.manifest import FileEntry, Manifest
     from trainckpt.format.shard_file import Region, ShardHeader
     from trainckpt.state.captured import Captured
@@ -286,12 +286,12 @@ class IncrementalIndex:
             files.append(file)
         return tuple(files)
 
-    def on_commit(self, event: Committed) -> None:
+    def on_commit(self, event: CommitEvent) -> None:
         """Index this rank's file of the committed snapshot."""
         file = replace(event.file, name=f"{event.manifest.name}/{event.file.name}")
         header = event.shard.header
         regions = [_compact(region) for region in header.regions]
-        self._known = save_plan.committed(self._known, file, regions, header.references)
+        self._known = save_plan.regions_after_save(self._known, file, regions, header.references)
 
     def _existing(self, known: save_plan.StoredRegions) -> save_plan.StoredRegions:
         """Drop files missing in the run directory: the snapshot may have come from another tier."""

@@ -47,8 +47,11 @@ class SnapshotEncryption:
         """Recipients that can read the snapshots."""
         return frozenset(self._recipients)
 
-    def begin_from(self, manifest: Manifest) -> None:
-        """Allow references to the snapshot from which the attempt began."""
+    def allow_references(self, manifest: Manifest) -> None:
+        """Allow the next save to refer to this snapshot, and to those it refers to.
+
+        It is the newest commit, or the snapshot from which the attempt began.
+        """
         if manifest.encryption is not None:
             self._known = manifest.encryption.keys
 
@@ -89,10 +92,6 @@ class SnapshotEncryption:
         wrapped = {name: self._known[name] for name in sorted(folders)}
         wrapped[own] = keys.wrap_for_all(key, self._recipients, self._run, own)
         return encrypted_file.encrypt_manifest(manifest, key, wrapped)
-
-    def committed(self, manifest: Manifest) -> None:
-        """Allow the next save to refer to this snapshot, and to those it refers to."""
-        self.begin_from(manifest)
 
 
 def may_refer(own: SnapshotEncryption | None, manifest: Manifest) -> bool:

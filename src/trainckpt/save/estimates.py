@@ -20,7 +20,7 @@ from trainckpt.state.dtensor import is_sharded, local
 
 if TYPE_CHECKING:
     from trainckpt.attempt.options import Options
-    from trainckpt.attempt.save_handle import Committed
+    from trainckpt.attempt.save_handle import CommitEvent
     from trainckpt.state.registry import Registry
 
 
@@ -48,7 +48,7 @@ class Timings:
         """Record the time after a boundary: work done there is no part of a micro-batch."""
         self._last_s = now_s
 
-    def on_commit(self, event: Committed) -> None:
+    def on_commit(self, event: CommitEvent) -> None:
         """Record a committed save of this rank. Saving thread."""
         self.record_save(event.num_bytes, event.seconds)
 

@@ -15,7 +15,7 @@ from trainckpt.replicate.rereplicate import Rereplication, StoredSnapshot
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from trainckpt.attempt.save_handle import Committed, SaveHandle
+    from trainckpt.attempt.save_handle import CommitEvent, SaveHandle
     from trainckpt.format.manifest import Manifest
     from trainckpt.format.names import SnapshotName
     from trainckpt.replicate.replicator import Replicator
@@ -101,7 +101,7 @@ class ReplicationControl:
         if self.replicator is not None:
             self.replicator.pause()
 
-    def resume(self) -> None:
+    def unpause(self) -> None:
         """Replicate again as before, since the final save was not the final one after all.
 
         All ranks alike, at a boundary, no save in flight.
@@ -116,7 +116,7 @@ class ReplicationControl:
                     before.newest = current.newest
             self.replicator = before
         if self.replicator is not None:
-            self.replicator.resume()
+            self.replicator.unpause()
 
     def reserve(self, num_bytes: int, *, in_memory: bool) -> Arena | None:
         """Return memory for this rank's encrypted file; None: no memory, or no replication."""
@@ -153,7 +153,7 @@ class ReplicationControl:
         # each rank has checked its memory (`has_room`), before any uses it
         self._has_checked_room = True
         if self.replicator is not None:
-            self.replicator.resume()
+            self.replicator.unpause()
 
     def _switch_to_local(self, on_this_host: Callable[[], Replicator]) -> None:
         """Switch to a replicator without other hosts. Older replicas stand until there is newer."""
@@ -167,7 +167,7 @@ class ReplicationControl:
         self.replicator = on_this_host()
         self.replicator.newest = old.newest if old is not None else None
 
-    def on_commit(self, event: Committed) -> None:
+    def on_commit(self, event: CommitEvent) -> None:
         """Replicate a committed snapshot to other hosts, unless the attempt ends with it."""
         if event.is_final:
             event.handle.set_replicated("the attempt ended with this committed save")
@@ -179,7 +179,7 @@ class ReplicationControl:
             raise
         event.handle.set_replicated(failure)
 
-    def _replicate_commit(self, event: Committed) -> str:
+    def _replicate_commit(self, event: CommitEvent) -> str:
         """Return the reason why no other host holds the snapshot; "" if one does."""
         self._end_rereplication()
         if self.replicator is None or not self.replicator.plan.num_losses:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #
 #     candidates   likely unchanged regions: they are digested at the boundary
 #     decide       those with the digest in the older file's header are referenced
-#     committed    the state for the next save: each region's file and digest
+#     regions_after_save    the state for the next save: each region's file and digest
 #
 # Only an equal digest makes a region unchanged. Candidates are chosen by history:
 #
@@ -116,7 +116,7 @@ def decide(
     return {region.key: file for file in worth[:MAX_FILES] for region in equal[file]}
 
 
-def committed(
+def regions_after_save(
     known: StoredRegions, file: FileEntry, regions: Iterable[Region], references: Mapping[str, str]
 ) -> StoredRegions:
     """Return the state after a commit.

@@ -58,7 +58,7 @@ def share(manifest: Manifest, rank: int, world: int) -> list[tuple[str, FileEntr
     return found
 
 
-def committed_keys(tier: Tier, run: str) -> frozenset[str]:
+def complete_keys(tier: Tier, run: str) -> frozenset[str]:
     """Return the keys of files in this tier's committed snapshots, referenced ones included.
 
     These files are complete.

@@ -2,7 +2,7 @@
 
     every rank, training thread, at the boundary of the stop
     1   check for a dump request; rank 0's result counts                   none: leave
-    2   run the script's `before_dump` hooks; then shut NVML down (`suspend`)
+    2   run the script's `before_dump` hooks; then shut NVML down (`close_connections`)
         ALL  exchange errors; after any error all leave
     3   drop memory that the snapshot holds (`lean_dump`); then destroy the process groups, if
         any rank has one that cannot be in a dump (`communicators`)
@@ -151,7 +151,8 @@ class DumpPause:
 
         def prepare() -> None:
             self._hooks.call_before_dump()
-            self._listener.suspend()  # after the hooks, which may close an NVML of their own
+            # after the hooks, which may close an NVML of their own
+            self._listener.close_connections()
             if lean is not None:
                 lean.prepare(snapshot or "")
             if torn is not None:
@@ -195,7 +196,7 @@ class DumpPause:
         """Run steps 5 and 6."""
 
         def open_again() -> None:
-            self._listener.resume()
+            self._listener.reopen_connections()
             self._hooks.call_after_restore()
 
         if why := self._agreed("back", self._refill() or _try(open_again)):

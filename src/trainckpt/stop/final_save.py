@@ -378,7 +378,7 @@ class FinalSave:
         """Prepare for another final save after the stop is undone. Return fresh keys for all
         ranks."""
         self.skipped = self.chosen = self._in_memory = None
-        self._saver.replication.resume()
+        self._saver.replication.unpause()
         self._channel = channel.scoped("went on")
         return self._channel
 

@@ -1,4 +1,4 @@
-"""Choose the notice sources of this rank, signals aside.
+"""Choose the notice sources of this rank, signals aside, and log the notices of all.
 
     the run          notice files in its directory, or objects in its store
     the wall time    by the option, or by Slurm's variable
@@ -36,7 +36,7 @@ from trainckpt.attempt.status_files import (
 )
 from trainckpt.errors import ConfigurationError
 from trainckpt.format import names
-from trainckpt.notice import Notice, PolledSource
+from trainckpt.notice import OF_MACHINE, Notice, PolledSource
 from trainckpt.preemption import gpu_health, slurm, spot
 from trainckpt.preemption.notice_file import NoticeFiles
 from trainckpt.preemption.polling import PollingSource
@@ -52,6 +52,54 @@ if TYPE_CHECKING:
     from trainckpt.ranks.world import World
     from trainckpt.save.estimates import Timings
     from trainckpt.storage.base import RunTier
+
+
+STOPPING = "stopping at the next boundary shared by all ranks"
+LATE = "training is already finished and saved"
+
+
+class LoggedNoticeSource:
+    """Pass every call on to `source` and log each reason once. Watcher thread.
+
+    Attributes:
+        most_urgent: The most urgent notice: its reason, and the end of its grace period on the
+            monotonic clock (inf: no time limit given). None: no notice yet.
+        is_late: Training has ended, so no boundary follows: later notices are logged as late.
+    """
+
+    def __init__(
+        self, source: NoticeSource, on_notice: Callable[[], object] = lambda: None
+    ) -> None:
+        self._source = source
+        self._on_notice = on_notice
+        self._logged: set[str] = set()
+        self.most_urgent: tuple[str, float] | None = None
+        self.is_late = False
+        self.start, self.fileno, self.stop = source.start, source.fileno, source.stop
+
+    def poll(self) -> Sequence[Notice]:
+        """Return the notices since the last call, and log each new reason."""
+        notices = self._source.poll()
+        for notice in notices:
+            left_s = math.inf if notice.seconds_left is None else notice.seconds_left
+            ends_s = time.monotonic() + left_s
+            if self.most_urgent is None or ends_s < self.most_urgent[1]:
+                self.most_urgent = notice.reason, ends_s
+            if notice.reason not in self._logged:
+                self._logged.add(notice.reason)
+                self._on_notice()
+                logger.info("%s: %s", notice.reason, LATE if self.is_late else STOPPING)
+        return notices
+
+    @property
+    def says_machine_goes(self) -> bool:
+        """Return True if the source reported this machine as leaving or unhealthy."""
+        return any(reason.startswith(OF_MACHINE) for reason in tuple(self._logged))
+
+    def forget(self) -> None:
+        """Forget all notices after a stop is undone: the same reason is logged again. Any
+        thread."""
+        self._logged, self.most_urgent = set(), None
 
 
 REASON = "`trainckpt run`, which started this, is gone"

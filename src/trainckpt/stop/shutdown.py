@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from trainckpt.save.schedule import SaveRequests
     from trainckpt.stop.dump_pause import DumpPause
     from trainckpt.stop.final_save import FinalSave
+    from trainckpt.stop.hard_exit import HardExit
     from trainckpt.stop.notice_listener import NoticeListener
     from trainckpt.stop.survivor_setup import SurvivorSetup
 
@@ -71,6 +72,7 @@ class Shutdown:
         saver: SaveCoordinator,
         final_save: FinalSave,
         listener: NoticeListener,
+        hard_exit: HardExit,
         record_writer: RecordWriter,
         report: ResumeReport,
         status_writer: RankStatusWriter,
@@ -80,11 +82,12 @@ class Shutdown:
         survival: SurvivorSetup | None = None,
         dump_pause: DumpPause | None = None,
     ) -> None:
-        """Store the arguments; from here on a hard exit is recorded.
+        """Store the arguments.
 
         Args:
             options, channel, saver, final_save, listener, record_writer, report, status_writer,
                 requests: Of the attempt.
+            hard_exit: Exits of background threads; each is recorded from now on.
             loaders: The owner's own list: a loader may be registered later.
             where: Returns the cursor of the run.
             survival: Notified of the attempt's end: an orderly exit is not a lost rank.
@@ -107,7 +110,7 @@ class Shutdown:
         self._recorded = threading.Event()
         self._begun_s = time.monotonic()
         self._code = options.exit_code
-        listener.hard_exit.record_first(self.cut_short)
+        hard_exit.record_first(self.cut_short)
 
     @property
     def left(self) -> bool:

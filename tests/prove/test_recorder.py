@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainckpt import Checkpointer
-from trainckpt.inspect.proof_recorder import state_digests
+from trainckpt.recording.recorder import state_digests
 
 
 class Counts(IterableDataset):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.errors import TrainckptError
 from trainckpt.format.digest import digest
 from trainckpt.format.json_io import canonical
-from trainckpt.inspect.proof_files import PROOF_FOLDER, record_writes
+from trainckpt.recording.script_files import PROOF_FOLDER, record_writes
 from trainckpt.run_directory.run_url import PROVE_VARIABLE
 from trainckpt.state import script_variables, staging, values
 from trainckpt.state.adapters.model import FROZEN, MODES
