@@ -234,3 +234,37 @@ def test_tensors_that_are_shared_with_the_model_stay_shared(tmp_path):
     whole = script.attempt("straight")
     script.attempt("run", 8)
     assert script.attempt("run") == whole[8:]
+
+
+TWICE = """
+import torch, trainckpt
+from torch.utils.data import DataLoader, TensorDataset
+
+class Results:
+    def __init__(self):
+        self.rows = []
+
+def train(run, results):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    loader = DataLoader(TensorDataset(torch.rand(24).reshape(12, 2)), 2)
+    with trainckpt.Checkpointer(run, model=model, loader=loader, every="never") as ckpt:
+        for batch, in ckpt.batches():
+            results.rows.append(batch.sum().item())
+            if ckpt.cursor.batches == 4:
+                break  # the last save follows
+
+results = Results()
+train(run, results)
+results.rows.append("between")
+train(run, results)
+show(results.rows)
+"""
+
+
+def test_one_that_has_trained_in_this_process_is_left_as_it_is(tmp_path):
+    path, shown = tmp_path / "twice.py", []
+    path.write_text(TWICE)
+    given = {"run": str(tmp_path / "run"), "show": shown.append}
+    runpy.run_path(str(path), given, run_name="__main__")
+    assert [type(row) for row in shown[0]] == [*[float] * 5, str, float]

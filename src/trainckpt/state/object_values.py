@@ -28,7 +28,7 @@ from trainckpt.state import attributes
 from trainckpt.state.clock_readings import is_reading, is_wall_time
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Container, Iterable
 
     from trainckpt.state.captured import Captured, Saved
 
@@ -94,10 +94,11 @@ class ObjectValues:
         if kept:
             out.values[self._part] = kept
 
-    def restore(self, saved: Saved) -> None:
-        """Set the saved values in objects of the same name."""
+    def restore(self, saved: Saved, *, left_alone: Container[int] = ()) -> None:
+        """Set the saved values in objects of the same name, but for those with these ids."""
         stored = saved.values.get(self._part, {})
-        live = {owner.name: owner.value for owner in self._owners()} if stored else {}
+        owners = self._owners() if stored else []
+        live = {owner.name: owner.value for owner in owners if id(owner.value) not in left_alone}
         for name, trees in stored.items():
             for key, tree in trees.items() if name in live else ():
                 names = randomness.names_of(live[name]) or {}

@@ -4,11 +4,15 @@ An early stopping counts the epochs without progress, a meter sums losses, a sch
 script's own counts its calls. No snapshot tracks these objects. Their plain attributes are stored
 and restored, as those of callbacks are (`object_values`), also in objects that they hold.
 
-Left out are what the Checkpointer tracks and the data of loaders, which have ways of their own.
+Left out are what the Checkpointer tracks and the data of loaders, which have ways of their own. An
+object that has trained under an earlier Checkpointer of the process is left as it is: its values
+are newer than the snapshot's, such as the results of a script that trains several times.
 """
 
 from __future__ import annotations
 
+import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import nn, optim
@@ -20,6 +24,8 @@ from trainckpt.state import script_randomness
 from trainckpt.state.sketches import Sketcher, is_own_object
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from trainckpt.state.attributes import WatchedObject
     from trainckpt.state.registry import Registry
 
@@ -28,6 +34,7 @@ _MOST = 64  # objects
 _ATTRIBUTES = 256  # of one object; one with more is left out
 _LEFT_OUT = (nn.Module, optim.Optimizer, optim.lr_scheduler.LRScheduler)
 _DATA = (DataLoader, Dataset, Sampler)
+_trained: dict[int, weakref.ref[object]] = {}  # objects that have trained in this process, by id
 
 
 def find(registry: Registry) -> list[WatchedObject]:
@@ -54,6 +61,18 @@ def find(registry: Registry) -> list[WatchedObject]:
             break
         queue += [(f"{path}.{name}", part) for name, part in list(names.items())]
     return found
+
+
+def note_trained(objects: Iterable[object]) -> set[int]:
+    """Note that these objects train from now on; return the ids of those that did before."""
+    before = set()
+    for value in objects:
+        known = _trained.get(id(value))
+        if known is not None and known() is value:
+            before.add(id(value))
+        with suppress(TypeError):  # its class has no place for a weak reference
+            _trained[id(value)] = weakref.ref(value)
+    return before
 
 
 def _data_of(loader: Any) -> list[dict[str, Any]]:
