@@ -23,7 +23,7 @@ class Model(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(6, 4)
         self.norm = nn.BatchNorm1d(4)
-        self.half = nn.Linear(4, 4).to(torch.bfloat16)
+        self.low = nn.Linear(4, 4).to(torch.bfloat16)
         self.head = nn.Linear(4, 6, bias=False)
         self.head.weight = self.embedding.weight
         self.register_buffer("mask", torch.ones(3), persistent=False)
@@ -113,7 +113,7 @@ def test_floats_are_converted_and_the_rest_is_not(trained, tmp_path, capsys):
     assert torch.equal(found["embedding.weight"], model.embedding.weight.to(torch.bfloat16))
     assert found["norm.num_batches_tracked"].dtype == torch.int64
     exported(capsys, run, tmp_path / "f.safetensors", "--dtype", "fp32")
-    assert load_file(tmp_path / "f.safetensors")["half.weight"].dtype == torch.float32
+    assert load_file(tmp_path / "f.safetensors")["low.weight"].dtype == torch.float32
 
 
 def test_only_what_was_asked_for_is_exported(trained, tmp_path, capsys):
@@ -253,3 +253,111 @@ def test_a_newer_snapshot_that_is_damaged_is_named_when_an_older_one_is_read(
 def test_what_cannot_be_is_78(tmp_path, argv, why, capsys):
     assert main(["export", str(tmp_path), str(tmp_path / "m.safetensors"), *argv]) == 78
     assert why in capsys.readouterr().err
+
+
+def test_a_torch_file_is_a_state_dict_with_tied_weights_in_one_storage(trained, tmp_path, capsys):
+    run, model = trained
+    said = exported(capsys, run, tmp_path / "m.pt", "--format", "torch")
+    found = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert same(found, model.state_dict())
+    assert found["head.weight"].data_ptr() == found["embedding.weight"].data_ptr()
+    assert [file["name"] for file in said["files"]] == ["m.pt"]
+    Model().load_state_dict(found, strict=True)
+    assert main(["export", str(run), str(tmp_path / "m.pt"), "--format", "torch"]) == 78
+    only = ("--tensors", "norm.*", "--dtype", "fp64", "--force")
+    exported(capsys, run, tmp_path / "m.pt", "--format", "torch", *only)
+    found = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert found.keys() == {n for n in model.state_dict() if n.startswith("norm.")}
+    assert found["norm.weight"].dtype == torch.float64
+    assert found["norm.num_batches_tracked"].dtype == torch.int64
+
+
+@pytest.fixture
+def whole(tmp_path, monkeypatch):
+    """A run with all kinds of state in its last snapshot, and the objects."""
+    monkeypatch.delenv("TRAINCKPT_PROVE", raising=False)
+    model = Model()
+    groups = [{"params": model.embedding.parameters()}, {"params": model.low.parameters()}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    with trainckpt.Checkpointer(tmp_path / "run", **objects) as ckpt:
+        for _ in range(3):
+            ckpt.boundary()
+            out = model.low(model.embedding(torch.arange(6)).bfloat16())
+            out.square().sum().backward()
+            optimizer.step()
+            scheduler.step()
+    return tmp_path / "run", objects
+
+
+def fresh_objects():
+    model = Model()
+    groups = [{"params": model.embedding.parameters()}, {"params": model.low.parameters()}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+
+def bits(state):
+    """Nested state with tensors by type and bytes, for a comparison of every bit."""
+    if isinstance(state, torch.Tensor):
+        return str(state.dtype), tuple(state.shape), bytes(state.flatten().view(torch.uint8))
+    if isinstance(state, dict):
+        return {key: bits(value) for key, value in state.items()}
+    return [bits(each) for each in state] if isinstance(state, (list, tuple)) else state
+
+
+def test_all_objects_of_a_torch_file_go_on_in_a_script_without_us(whole, tmp_path, capsys):
+    run, objects = whole
+    said = exported(capsys, run, tmp_path / "all.pt", "--format", "torch", "--all")
+    found = torch.load(tmp_path / "all.pt", weights_only=True)
+    fresh = fresh_objects()
+    for name, value in fresh.items():
+        value.load_state_dict(found[name])
+        assert bits(value.state_dict()) == bits(objects[name].state_dict()), name
+    assert said["notes"] == ["not in it: rng; only trainckpt restores them"]
+
+
+def test_a_dcp_directory_is_loaded_by_the_real_library(whole, tmp_path, capsys):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    run, objects = whole
+    exported(capsys, run, tmp_path / "weights", "--format", "dcp")
+    model = Model()
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path / "weights")
+    assert bits(model.state_dict()) == bits(objects["model"].state_dict())
+    exported(capsys, run, tmp_path / "all", "--format", "dcp", "--all")
+    fresh = fresh_objects()
+    model, optimizer = fresh["model"], fresh["optimizer"]
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=tmp_path / "all")
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    assert bits(model.state_dict()) == bits(objects["model"].state_dict())
+    for name in ("exp_avg", "exp_avg_sq", "step"):
+        assert bits([s[name] for s in optimizer.state.values()]) == bits(
+            [s[name] for s in objects["optimizer"].state.values()]
+        )
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp-")] == []
+
+
+def test_transformers_loads_a_folder_with_the_config_of_its_model(tmp_path, capsys, monkeypatch):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    monkeypatch.delenv("TRAINCKPT_PROVE", raising=False)
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=20, n_positions=8)
+    model = GPT2LMHeadModel(config)
+    with trainckpt.Checkpointer(tmp_path / "run", model=model) as ckpt:
+        ckpt.boundary()
+    out = tmp_path / "hf"
+    said = exported(capsys, tmp_path / "run", out, "--format", "hf", "--max-shard-size", "2KB")
+    assert "config.json" in said["notes"][-1]
+    assert len(said["files"]) > 2
+    config.save_pretrained(out)
+    found = GPT2LMHeadModel.from_pretrained(out)
+    assert bits(found.state_dict()) == bits(model.state_dict())

@@ -1,4 +1,4 @@
-"""export: write one checkpoint as safetensors files for other libraries."""
+"""export: write one checkpoint in a format of other libraries."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from trainckpt.format.globs import parse_globs
 from trainckpt.run_directory import run_tiers
 
 DTYPES = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+FORMATS = ("safetensors", "hf", "torch", "dcp")
 DEFAULT = "5GB"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB)", re.IGNORECASE)
 
@@ -22,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
     add = parser.add_argument
     add("target", metavar="RUN[@SNAPSHOT]", help="default: the latest snapshot")
-    add("out", metavar="OUT", type=Path, help="file with the suffix .safetensors, or folder")
+    add("out", metavar="OUT", type=Path, help="file (.safetensors, or with torch) or folder")
+    add("--format", choices=FORMATS, default=FORMATS[0], help="default: safetensors")
     add(
         "--max-shard-size",
         type=_size,
@@ -48,10 +50,9 @@ def execute(arguments: argparse.Namespace) -> int:
     from trainckpt.inspect.contents import Contents
 
     out: Path = arguments.out
-    if export.is_one_file(out) and arguments.max_shard_size:
-        raise ConfigurationError(
-            f"{out} is one file, so --max-shard-size says nothing", hint="name a folder"
-        )
+    _check(arguments, is_file=export.is_one_file(out))
+    if arguments.format in ("torch", "dcp"):
+        return _torch(arguments)
     export.check_out(out, force=arguments.force)
     contents = Contents(run_tiers.open_source(arguments.target))
     spec = export.ExportSpec(
@@ -70,8 +71,9 @@ def execute(arguments: argparse.Namespace) -> int:
             progress=lambda done: progress.advance(task, done),
         )
     notes = [*contents.source.passed_over, *plan.notes]
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+    if arguments.format == "hf" and not (out / "config.json").exists():
+        notes.append(f"{out} has no config.json: model.config.save_pretrained writes it")
+    _say(notes)
     name = str(contents.manifest.name)
     if arguments.json:
         rows = [{"name": f.path.name, "bytes": f.num_bytes, "tensors": f.tensors} for f in files]
@@ -86,6 +88,59 @@ def execute(arguments: argparse.Namespace) -> int:
         names = ", ".join(f"{name} is {kept_name}" for name, kept_name in sorted(plan.tied.items()))
         print(f"written once: {names} (--tied copy writes each)")
     return 0
+
+
+def _check(arguments: argparse.Namespace, *, is_file: bool) -> None:
+    kind = arguments.format
+    if kind == "hf" and is_file:
+        raise ConfigurationError(f"{arguments.out} is one file, not a folder", hint="name a folder")
+    if arguments.max_shard_size and (is_file or kind in ("torch", "dcp")):
+        what = f"--format {kind}" if kind in ("torch", "dcp") else f"{arguments.out} is one file"
+        raise ConfigurationError(
+            f"{what}, so --max-shard-size says nothing", hint="name a folder, with --format hf"
+        )
+    if kind in ("torch", "dcp") and arguments.all and arguments.tensors:
+        raise ConfigurationError(
+            f"--format {kind} --all writes whole objects", hint="leave --tensors or --all out"
+        )
+
+
+def _torch(arguments: argparse.Namespace) -> int:
+    """Write a `torch.save` file or a DCP directory, say what was written."""
+    from trainckpt.inspect import export, export_torch
+    from trainckpt.inspect.contents import Contents
+
+    out, kind = arguments.out, arguments.format
+    export_torch.check_out(out, kind, force=arguments.force)
+    contents = Contents(run_tiers.open_source(arguments.target))
+    dtype = DTYPES.get(arguments.dtype, "")
+    spec = export.ExportSpec(arguments.tensors, arguments.all, dtype=dtype)
+    with output.progress() as progress:
+        task = progress.add_task("writing", total=None)
+        done = export_torch.export(
+            contents,
+            spec,
+            out,
+            kind,
+            force=arguments.force,
+            progress=lambda num_bytes: progress.advance(task, num_bytes),
+        )
+    notes = [*contents.source.passed_over, *done.notes]
+    _say(notes)
+    name = str(contents.manifest.name)
+    if arguments.json:
+        document = {"run": contents.source.tier.url, "snapshot": name, "out": str(out)}
+        files = [{"name": path.name, "bytes": path.stat().st_size} for path in done.files]
+        output.document({**document, "files": files, "tensors": done.tensors, "notes": notes})
+        return 0
+    num_bytes = sum(path.stat().st_size for path in done.files)
+    print(f"{out}: {done.tensors} tensors of {name}, {output.size(num_bytes)}")
+    return 0
+
+
+def _say(notes: list[str]) -> None:
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
 
 
 def _size(text: str) -> int:

@@ -115,16 +115,7 @@ def plan_export(contents: Contents, spec: ExportSpec) -> ExportPlan:
             safetensors does not have.
     """
     values = contents.values()
-    models = models_in(values)
-    names = _all_names(contents, values, models, spec)
-    chosen = select(spec.globs, names, models) if spec.globs else set(names)
-    owners = sorted({name.partition("/")[0] for name in chosen})
-    if not spec.everything and len(owners) != 1:
-        count = f"{len(owners)} models: {', '.join(owners)}" if owners else "no model's tensors"
-        raise ConfigurationError(
-            f"{contents.source} holds {count}",
-            hint="choose one of them with --tensors 'NAME/*', or take everything with --all",
-        )
+    names, chosen, owners = choose(contents, values, spec)
     prefix = "" if spec.everything else f"{owners[0]}/"
     first: dict[str, str] = {}
     tied: dict[str, str] = {}
@@ -138,6 +129,27 @@ def plan_export(contents: Contents, spec: ExportSpec) -> ExportPlan:
             items += _items(contents, short, names[name], spec)
     items.sort(key=lambda item: item.name)
     return ExportPlan(tuple(items), tied, tuple(_notes(contents, values, items, owners, spec)))
+
+
+def choose(
+    contents: Contents, values: Mapping[str, Any], spec: ExportSpec
+) -> tuple[dict[str, str], set[str], list[str]]:
+    """Return full name -> tensor of the snapshot, the chosen names, and their first parts.
+
+    Raises:
+        ConfigurationError: several models and no choice, or a glob without a match.
+    """
+    models = models_in(values)
+    names = _all_names(contents, values, models, spec)
+    chosen = select(spec.globs, names, models) if spec.globs else set(names)
+    owners = sorted({name.partition("/")[0] for name in chosen})
+    if not spec.everything and len(owners) != 1:
+        count = f"{len(owners)} models: {', '.join(owners)}" if owners else "no model's tensors"
+        raise ConfigurationError(
+            f"{contents.source} holds {count}",
+            hint="choose one of them with --tensors 'NAME/*', or take everything with --all",
+        )
+    return names, chosen, owners
 
 
 def split(items: Sequence[ExportItem], most_bytes: int) -> list[list[ExportItem]]:
@@ -220,23 +232,24 @@ def _notes(
     own = [i.name for i in items if contents.manifest.tensors[i.source].layout is None]
     world = contents.manifest.world
     if own and world > 1 and not spec.everything:
-        found.append(f"each of {world} ranks has its own, here is rank 0's: {_few(own)}")
+        found.append(f"each of {world} ranks has its own, here is rank 0's: {few(own)}")
     bare = [f"{item.name} ({item.kind})" for item in items if item.kind]
     if bare:
-        found.append(f"as bytes, since safetensors has no such type: {_few(bare)}")
+        found.append(f"as bytes, since safetensors has no such type: {few(bare)}")
     for model in owners if not spec.everything else ():
         tree = values[model]
         if "transient" not in tree:
             found.append("an older snapshot: buffers that are not persistent are in it too")
         if tree["extra"]:
             extra = [f"{path}._extra_state" for path in tree["extra"]]
-            found.append(f"not in it, since it may be no tensor: {_few(extra)}")
+            found.append(f"not in it, since it may be no tensor: {few(extra)}")
         if tree.get("excluded"):
-            found.append(f"not in the snapshot, excluded: {_few(tree['excluded'])}")
+            found.append(f"not in the snapshot, excluded: {few(tree['excluded'])}")
     return found
 
 
-def _few(names: Sequence[str]) -> str:
+def few(names: Sequence[str]) -> str:
+    """Return at most five names, and the number of the others."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more
 
@@ -247,7 +260,7 @@ def _few(names: Sequence[str]) -> str:
 SUFFIX = ".safetensors"
 NAME, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PART = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
-_TORCH = {
+TORCH_TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -344,7 +357,7 @@ def _rename(folder: Path, temporary: list[Path], names: list[str], old: set[Path
         path.replace(folder / name)
     for path in old - {folder / name for name in names}:
         path.unlink(missing_ok=True)
-    _sync(folder)
+    sync_folder(folder)
 
 
 def _of_an_export(folder: Path) -> list[Path]:
@@ -389,7 +402,7 @@ def _blocks(
     for item in ordered:
         tensor = contents.read(item.source, item.rank)
         # types unknown to safetensors are written as their bytes
-        data = bytes_of(tensor.to(_TORCH[item.dtype]) if item.dtype in _TORCH else tensor)
+        data = bytes_of(tensor.to(TORCH_TYPES[item.dtype]) if item.dtype in TORCH_TYPES else tensor)
         if len(data) != item.num_bytes:
             raise UnusableSnapshot(f"{item.source} has {len(data)} bytes, not {item.num_bytes}")
         yield data
@@ -404,7 +417,8 @@ def _write(path: Path, blocks: Iterator[memoryview] | list[memoryview]) -> None:
         os.fsync(file.fileno())
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make the renames in a folder durable."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)
