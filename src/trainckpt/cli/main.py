@@ -34,7 +34,8 @@ VERBS = {
     "list": "list the checkpoints (snapshots) of a run, and why others are refused",
     "show": "show one checkpoint: tensors, cursor and origin",
     "verify": "read and check every byte of a run's checkpoints, naming each bad file",
-    "export": "write one checkpoint as safetensors files for other libraries",
+    "export": "write one checkpoint in a format of other libraries",
+    "import": "take over a checkpoint of another library, as a new run",
     "diff": "compare the tensors and values of two checkpoints",
     "flush": "copy a checkpoint to slower tiers, or repair its copies there",
     "fetch": "copy a checkpoint from a slower tier to the run directory, or repair its copy there",
@@ -51,6 +52,7 @@ READERS = ("resume", "show", "verify", "export", "diff", "rewrap", "prove")
 ONLY_TELL = ("list", "show", "config")  # what is not read of them has no say in the exit code
 # modules that have not the name of their verb: it is taken, or they have two
 _MODULES = {
+    "import": "import_",
     "list": "list_",
     "show": "show_",
     "flush": "copy_snapshot",

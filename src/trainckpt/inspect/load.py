@@ -25,7 +25,7 @@ from trainckpt.format.globs import matches, parse_globs, select
 from trainckpt.inspect.contents import Contents, models_in, with_tied
 from trainckpt.ranks.world import current_world
 from trainckpt.run_directory.run_tiers import open_source
-from trainckpt.state import apply
+from trainckpt.state import apply, imported
 from trainckpt.state.adapters import fsdp
 from trainckpt.state.adapters.model import compare, copy
 from trainckpt.state.captured import Saved
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from trainckpt.format.manifest import TensorEntry
     from trainckpt.ranks.world import World
 
 Globs = tuple[str, ...]
@@ -118,7 +119,9 @@ def read_into(contents: Contents, into: Any, globs: Globs, world: World) -> Sele
     values = contents.values(donor)
     registry = _register(contents, values, into)
     own = {name: values[name] for name in registry.names()}
-    entries = contents.manifest.tensors
+    entries: Mapping[str, TensorEntry] = contents.manifest.tensors
+    if imported.source(values):
+        own, entries = imported.fit(own, entries, registry)
     targets = find_targets(registry, own, entries, world=world.size, then=contents.manifest.world)
     only: dict[str, torch.Tensor] | None = None
     stored: set[str] = set()

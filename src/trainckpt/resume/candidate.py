@@ -35,7 +35,7 @@ from trainckpt.snapshot import catalog
 from trainckpt.snapshot.decrypting_tier import DecryptingTier, KeyRing
 from trainckpt.snapshot.restore import Reader
 from trainckpt.snapshot.verify import check_file, files_of
-from trainckpt.state import apply
+from trainckpt.state import apply, imported
 from trainckpt.state.captured import VALUES, Saved, parse_values
 from trainckpt.state.destination import Destination
 from trainckpt.state.restore_targets import find_targets
@@ -102,7 +102,12 @@ def read_state(
     reader.read({VALUES: None}, first, donor=donor)
     values = parse_values(first.finish({})[VALUES])
     entries = _held_by(reader, donor)
-    then = manifest.world if not manifest.lost else 0  # the window begins anew for all
+    elsewhere = frozenset(manifest.tensors.keys() - entries.keys())
+    is_imported = bool(imported.source(values))
+    if is_imported:
+        values, entries = imported.fit(values, entries, registry)
+    is_as_it_was = not (manifest.lost or is_imported)
+    then = manifest.world if is_as_it_was else 0  # the window begins anew for all
     targets = find_targets(registry, values, entries, world=world.size, then=then)
     if manifest.window is None and manifest.cursor.micro and not targets.exact:
         targets.problems.append(
@@ -125,7 +130,8 @@ def read_state(
     destination = Destination(targets.wanted, own=_become_live(registry, manifest.tensors))
     reader.read(targets.wanted, destination, donor=donor)
     tensors = destination.finish({name: entries[name].dtype for name in targets.wanted})
-    compared = entries if manifest.world == world.size else manifest.tensors
+    alike = manifest.world == world.size or is_imported
+    compared = entries if alike else manifest.tensors
     # Ranks that train the same samples now, and perhaps did not then, would drift apart with
     # generators that differ.
     drew_alike = targets.exact or not registry.has_peers
@@ -134,10 +140,13 @@ def read_state(
         tensors,
         values,
         shapes={name: entry.shape for name, entry in compared.items()},
-        elsewhere=frozenset(manifest.tensors.keys() - entries.keys()),
+        elsewhere=elsewhere,
         wraps=targets.wraps,
         exact=targets.exact,
-        is_own=donor == world.rank and donor not in manifest.lost and drew_alike,
+        is_own=donor == world.rank
+        and donor not in manifest.lost
+        and drew_alike
+        and not is_imported,
         worlds=(manifest.world, world.size),
         left=frozenset(n for m in models for n in m.left_out(values, entries)),
         proofs=(proofs := Proofs(reader.verified)),

@@ -21,7 +21,7 @@ from trainckpt.errors import NoAgreement
 from trainckpt.format.exactness import BITWISE, INEXACT, Exactness, How, Restored, decide
 from trainckpt.inspect.contents import models_in
 from trainckpt.ranks.store import RANKS_TIMEOUT_S
-from trainckpt.state import apply, attributes, plain_tensors
+from trainckpt.state import apply, attributes, imported, plain_tensors
 from trainckpt.state.capture import LOADERS
 
 if TYPE_CHECKING:
@@ -108,6 +108,10 @@ def other_state(beginning: ResumePoint, own_objects: Sequence[str]) -> list[Rest
     if beginning.manifest is not None:
         parts += _not_kept("ranks that died", beginning.manifest.not_bitwise)
     parts += _not_kept("DDP", apply.not_kept_of_ddp(saved))
+    if source := imported.source(saved.values):
+        lacks = "which has no position in the data and no random generators"
+        sentence = f"imported from {source}, {lacks}: the data begin at the start of an epoch"
+        return [*parts, *_not_kept("import", [sentence])]
     then, now = saved.worlds
     if saved.exact or (then == now and beginning.manifest and beginning.manifest.lost):
         return parts

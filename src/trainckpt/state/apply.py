@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import StateMismatch
-from trainckpt.state import attributes, plain_tensors, script_randomness
+from trainckpt.state import attributes, imported, plain_tensors, script_randomness
 from trainckpt.state.adapters import ddp, ddp_hooks, fsdp, gradients, rng
 from trainckpt.state.capture import DDP, FSDP, LOADERS
 from trainckpt.state.registry import RESERVED
@@ -42,6 +42,8 @@ def check(registry: Registry, saved: Saved, snapshot: str) -> None:
     implied = {optimizer.name for optimizer in registry.optimizers if optimizer.implied}
     implied |= {generic.name for generic in registry.generics if generic.implied}
     live -= implied - saved.values.keys()
+    if imported.source(saved.values):  # what it lacks stays as the script made it
+        live -= live - {model.name for model in registry.models} - saved.values.keys()
     then = saved.values.keys() - RESERVED - loaders_to_come(registry, saved)
     found = [f"{name} is tracked now, and not in the snapshot" for name in sorted(live - then)]
     found += [f"{name} is in the snapshot, and not tracked now" for name in sorted(then - live)]
@@ -262,7 +264,8 @@ def _outside_gradients(registry: Registry, saved: Saved) -> None:
 
 def _loaders(registry: Registry, saved: Saved) -> None:
     for loader in registry.loaders:
-        loader.apply(saved)
+        if loader.name in saved.values:  # not in one that was imported
+            loader.apply(saved)
 
 
 BUCKETS, HOOKS = "DDP bucket order", "DDP communication hooks"

@@ -17,6 +17,7 @@ from trainckpt.format.exactness import How, Restored
 from trainckpt.format.globs import select
 from trainckpt.state import (
     attributes,
+    imported,
     object_values,
     open_loaders,
     plain_tensors,
@@ -69,7 +70,7 @@ RESERVED = frozenset(
         tracked_run.PART,
         *(attributes.PART, attributes.GENERATORS, script_randomness.GENERATORS_PART),
         *(script_randomness.EPOCH_HEAD_PART, plain_tensors.PART, open_loaders.PART),
-        *(script_variables.PART, script_objects.PART, object_values.PART),
+        *(script_variables.PART, script_objects.PART, object_values.PART, imported.PART),
     )
 )
 

@@ -156,7 +156,7 @@ class ModelState:
             path: out.encode(module.get_extra_state(), f"{self.name}<extra>/{path}")
             for path, module in self._with_extra().items()
         }
-        out.values[self.name] = {**facts, "tied": self._tied(), "extra": extra}
+        out.values[self.name] = {**facts, "tied": self.tied(), "extra": extra}
         out.values[self.name] |= self._of_buffers()
         if self.excluded:
             out.values[self.name]["excluded"] = sorted(self.excluded)
@@ -250,8 +250,8 @@ class ModelState:
             when = "in the snapshot only" if path in extra_then else "now only"
             found.append(f"{self._full(path)} has extra state {when}")
         tied_then = saved.values[self.name]["tied"]
-        if not found and tied_then != self._tied():
-            found.append(f"{self.name}: tied names were {tied_then}, are {self._tied()}")
+        if not found and tied_then != self.tied():
+            found.append(f"{self.name}: tied names were {tied_then}, are {self.tied()}")
         return sorted(found)
 
     def frozen_otherwise(self, saved: Saved) -> dict[str, bool]:
@@ -390,6 +390,10 @@ class ModelState:
             if type(module).get_extra_state is not nn.Module.get_extra_state
         }
 
+    def transient(self) -> list[str]:
+        """Return the full names of the buffers outside a `state_dict`."""
+        return [self._full(path) for path in self._of_buffers()["transient"]]
+
     def _of_buffers(self) -> dict[str, Any]:
         """Return the buffers outside a `state_dict` and the tied ones, for exports of the model."""
         return self._once("of buffers", self._find_of_buffers)
@@ -408,7 +412,8 @@ class ModelState:
         }
         return {"transient": sorted(transient), "tied buffers": tied}
 
-    def _tied(self) -> dict[str, str]:
+    def tied(self) -> dict[str, str]:
+        """Return name in the module -> the first name of the same parameter."""
         return self._once("tied", self._find_tied)
 
     def _find_tied(self) -> dict[str, str]:

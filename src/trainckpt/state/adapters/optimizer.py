@@ -87,7 +87,7 @@ class OptimizerState:
 
     def restored(self, saved: Saved) -> list[Restored]:
         """Return the parts missing from a snapshot of an older release."""
-        if self.implied and self.name not in saved.values:
+        if self.name not in saved.values:  # implied, or not in an imported checkpoint
             lost = f"the state of {self.name} is not in the snapshot"
         elif _number(self.optimizer) is None or "number" in saved.values[self.name]:
             return []

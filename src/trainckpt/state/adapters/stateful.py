@@ -71,7 +71,7 @@ class GenericState:
 
     def apply(self, saved: Saved) -> None:
         """Pass the decoded state to the object's `load_state_dict`."""
-        if self.implied and self.name not in saved.values:
+        if self.name not in saved.values:  # implied, or not in an imported checkpoint
             return
         _load(self.target, saved.values[self.name], saved)
 
