@@ -493,7 +493,7 @@ class Checkpointer:
         """Do the work of the first boundaries, of a resume not yet compared, and of a proof."""
         attempt = self._must_have_resumed()
         if self._storable_check_due:
-            self._check_storable()
+            self._check_storable(attempt)
         if self._awaits_first_boundary:
             self._awaits_first_boundary = False
             self._first_boundary(attempt, fetches_batch=not (evaluation or closing))
@@ -503,7 +503,7 @@ class Checkpointer:
             self._recorder.boundary(cursor, evaluation=evaluation)
             self._recorder.strike(cursor, self._gate.has_open_round)
 
-    def _check_storable(self) -> None:
+    def _check_storable(self, attempt: Attempt) -> None:
         """Check that the state can be stored, at the first boundary and after the first step."""
         at_first = self._awaits_first_boundary
         if not (at_first or self._loop_checks.trained):
@@ -515,6 +515,7 @@ class Checkpointer:
                 self._registry,
                 self._tier,
                 at_first=at_first,
+                is_resumed=attempt.beginning.saved is not None,
                 excludes=bool(self.options.exclude),
             )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,3 +51,14 @@ def test_too_many_bytes_are_not_parsed():
 def test_a_count_is_an_integer_in_range(value):
     with pytest.raises(UnusableSnapshot):
         json_io.count({"n": value}, "n", "x")
+
+
+def test_a_digest_is_of_the_text_or_of_its_canonical_spelling():
+    data = json_io.with_digest({"a": [1, 2], "z": {"digest": "mine"}})
+    body = json.loads(data)
+    assert json_io.verify_digest(body, "x", data) == {"a": [1, 2], "z": {"digest": "mine"}}
+    spaced = json.dumps(body, indent=1).encode()
+    assert json_io.verify_digest(body, "x", spaced) == json_io.verify_digest(body, "x")
+    other = data.replace(b"[1,2]", b"[1,3]")
+    with pytest.raises(UnusableSnapshot, match="its own digest"):
+        json_io.verify_digest(json.loads(other), "x", other)

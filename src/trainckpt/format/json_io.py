@@ -28,11 +28,18 @@ def with_digest(body: dict[str, Any]) -> bytes:
     return canonical({**rest, "digest": digest(canonical(rest))})
 
 
-def verify_digest(body: dict[str, Any], what: str) -> dict[str, Any]:
-    """Return `body` without its digest; raise `UnusableSnapshot` if the digest is wrong."""
+def verify_digest(body: dict[str, Any], what: str, data: bytes = b"") -> dict[str, Any]:
+    """Return `body` without its digest; raise `UnusableSnapshot` if the digest is wrong.
+
+    `data`: the text that `body` was parsed from. If it is canonical, nothing is spelled anew.
+    """
     rest = {key: value for key, value in body.items() if key != "digest"}
+    found = body.get("digest")
+    member = f'"digest":"{found}",'.encode()
+    if data.count(member) == 1 and found == digest(data.replace(member, b"")):
+        return rest
     try:
-        fits = body.get("digest") == digest(canonical(rest))
+        fits = found == digest(canonical(rest))
     except (ValueError, RecursionError):
         fits = False
     if not fits:

@@ -384,7 +384,7 @@ def load(data: bytes, what: str, *, with_tensors: bool = True) -> Manifest:
     if not isinstance(body, dict):
         raise UnusableSnapshot(f"{what} is not a manifest")
     names.check_version(body.get("format"), what)
-    body = json_io.verify_digest(body, what)
+    body = json_io.verify_digest(body, what, data)
     cursor = Cursor.from_json(body.get("cursor"))
     window = body.get("window")
     world, parent = json_io.count(body, "world", what), body.get("parent")

@@ -49,7 +49,13 @@ if TYPE_CHECKING:
 
 
 def check_storable(
-    channel: RankStore, registry: Registry, tier: RunTier, *, at_first: bool, excludes: bool
+    channel: RankStore,
+    registry: Registry,
+    tier: RunTier,
+    *,
+    at_first: bool,
+    is_resumed: bool,
+    excludes: bool,
 ) -> None:
     """Refuse a state that no save could store, and warn if the disk lacks room for it.
 
@@ -57,14 +63,14 @@ def check_storable(
     error, since the others might wait for it in vain; the next save then fails on all, with the
     reason.
 
-    `at_first`: this is the first boundary. `excludes`: tensors are left out of saves, so their size
-    is not known here.
+    `at_first`: this is the first boundary; `is_resumed`: of a resume. `excludes`: tensors are left
+    out of saves, so their size is not known here.
 
     Raises:
         ConfigurationError: a tracked object's state cannot be stored; named in the message.
     """
     if at_first or channel.world.size == 1:
-        check = partial(must_be_storable, registry)
+        check = partial(must_be_storable, registry, optimizers=not (at_first and is_resumed))
         gather_or_raise(channel, f"storable/{int(at_first)}", check, RANKS_TIMEOUT_S)
     else:
         try:

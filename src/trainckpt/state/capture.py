@@ -32,14 +32,16 @@ DDP, FSDP = "ddp", "fsdp"
 LOADERS = "loaders"  # names of the tracked loaders: a script may register them later
 
 
-def must_be_storable(registry: Registry) -> None:
+def must_be_storable(registry: Registry, *, optimizers: bool = True) -> None:
     """Refuse unstorable state before the first save. No collective.
+
+    `optimizers`: theirs too; a state that a snapshot has just given them can be stored.
 
     Raises:
         ConfigurationError: A tracked object has unstorable state; by name.
     """
     out, names = Captured(), registry.parameter_names()
-    for optimizer in registry.optimizers:
+    for optimizer in registry.optimizers if optimizers else ():
         optimizer.capture(out, names)
     kinds: list[GenericState | LoaderState] = [*registry.generics, *registry.loaders]
     for kind in kinds:
