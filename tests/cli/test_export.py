@@ -346,6 +346,7 @@ def test_a_dcp_directory_is_loaded_by_the_real_library(whole, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp-")] == []
 
 
+@pytest.mark.long  # imports transformers
 def test_transformers_loads_a_folder_with_the_config_of_its_model(tmp_path, capsys, monkeypatch):
     from transformers import GPT2Config, GPT2LMHeadModel
 

@@ -17,6 +17,7 @@ from torch import nn
 import trainckpt
 from tests.cli.test_export import Model, bits
 from trainckpt.cli.main import main
+from trainckpt.encryption import keys
 
 
 @pytest.fixture(autouse=True)
@@ -61,12 +62,13 @@ def state_of(model, optimizer, scheduler):
 def test_a_loop_that_saved_by_torch_goes_on_with_the_same_losses(tmp_path, capsys, caplog):
     mine = objects()
     train(*mine, 3)
-    saved = {**state_of(*mine), "epoch": 2, "best": 0.5}
+    saved = {**state_of(*mine), "epoch": 2, "best": 0.5, "args": {"lr": 0.1}}
     torch.save(saved, tmp_path / "last.pt")
-    said = imported(capsys, tmp_path / "last.pt", tmp_path / "run", "--epoch", 2)
+    options = ("--epoch", 2, "--without", "args")
+    said = imported(capsys, tmp_path / "last.pt", tmp_path / "run", *options)
     assert said["came"].keys() == {"model", "optimizer", "scheduler"}
     assert (said["epoch"], said["step"]) == (2, 3)
-    assert said["left"].keys() == {"best", "position in the data", "random generators"}
+    assert said["left"].keys() == {"args", "best", "position in the data", "random generators"}
     model, optimizer, scheduler = objects()
     named = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     data = torch.utils.data.DataLoader(range(4), shuffle=True)
@@ -107,6 +109,7 @@ def test_every_format_gives_a_new_run_the_same_weights(tmp_path, capsys):
         assert main(["verify", start]) == 0
 
 
+@pytest.mark.long  # imports transformers
 @pytest.mark.parametrize("safe", [True, False])
 def test_a_folder_of_transformers_gives_its_weights(safe, tmp_path, capsys):
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -124,6 +127,7 @@ def test_a_folder_of_transformers_gives_its_weights(safe, tmp_path, capsys):
         assert bits(fresh.state_dict()) == bits(model.state_dict())
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # those of lightning itself
 def test_a_checkpoint_of_lightning_gives_weights_optimizer_scheduler_and_position(tmp_path, capsys):
     import lightning
@@ -168,6 +172,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
+import trainckpt
 from tests.cli.test_import import sharded_objects
 
 dist.init_process_group("gloo")
@@ -183,6 +188,14 @@ whole = {name: tensor.full_tensor() for name, tensor in model.state_dict().items
 moments = [state["exp_avg_sq"].full_tensor() for state in optimizer.state.values()]
 if dist.get_rank() == 0:
     torch.save({"model": whole, "moments": moments}, sys.argv[3])
+other, optimizer = sharded_objects(fully_shard)
+with trainckpt.Checkpointer(sys.argv[4], model=other, optimizer=optimizer) as ckpt:
+    assert ckpt.cursor.step == 1
+    given = torch.load(sys.argv[5], weights_only=True)
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor.full_tensor(), given["model"][name]), name
+    for state, then in zip(optimizer.state.values(), given["optimizer"]["state"].values()):
+        assert torch.equal(state["exp_avg"].full_tensor(), then["exp_avg"])
 dist.destroy_process_group()
 """
 
@@ -199,12 +212,17 @@ def test_sharded_dcp_goes_in_and_out_bit_for_bit(tmp_path, capsys):
     model, optimizer = sharded_objects()
     with torch.no_grad():
         model[0].weight.mul_(3)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(saved, tmp_path / "given.pt")
+    imported(capsys, tmp_path / "given.pt", tmp_path / "given")
     with trainckpt.Checkpointer(tmp_path / "first", model=model, optimizer=optimizer) as ckpt:
         ckpt.boundary()
     argv = ["export", str(tmp_path / "first"), str(tmp_path / "out"), "--format", "dcp"]
     assert main(argv) == 0
     (tmp_path / "sharded.py").write_text(SHARDED)
-    places = [str(tmp_path / name) for name in ("out", "in", "whole.pt")]
+    places = [str(tmp_path / name) for name in ("out", "in", "whole.pt", "given", "given.pt")]
     launch = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     done = subprocess.run(
         [sys.executable, *launch, str(tmp_path / "sharded.py"), *places],
@@ -224,6 +242,25 @@ def test_sharded_dcp_goes_in_and_out_bit_for_bit(tmp_path, capsys):
         moments = [state["exp_avg_sq"] for state in optimizer.state.values()]
         assert bits(moments) == bits(whole["moments"])
         assert [int(state["step"]) for state in optimizer.state.values()] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("form", ["by number", "flattened"])
+def test_an_optimizer_of_dcp_comes_in_every_form(form, tmp_path, capsys):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    model, optimizer, scheduler = objects()
+    train(model, optimizer, scheduler, 2)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    flat = get_optimizer_state_dict(model, optimizer, options=options)
+    state = optimizer.state_dict() if form == "by number" else flat
+    dcp.save({"model": model.state_dict(), "optim": state}, checkpoint_id=tmp_path / "dcp")
+    imported(capsys, tmp_path / "dcp", tmp_path / "run")
+    fresh, fresh_optimizer, _ = objects()
+    named = {"model": fresh, "optimizer": fresh_optimizer}
+    with trainckpt.Checkpointer(tmp_path / "run", **named) as ckpt:
+        assert bits(fresh_optimizer.state_dict()) == bits(optimizer.state_dict())
+        assert ckpt.cursor.step == 2
 
 
 class Evil:
@@ -283,6 +320,20 @@ def test_what_cannot_be_imported_is_78(make, why, tmp_path, capsys):
     make(tmp_path / "source")
     assert main(["import", str(tmp_path / "source"), str(tmp_path / "run")]) == 78
     assert why in capsys.readouterr().err
+
+
+def test_an_imported_run_is_encrypted_on_request(tmp_path, capsys, monkeypatch):
+    identity = keys.generate()
+    keys.write_identity(tmp_path / "me.key", identity)
+    model = Model()
+    torch.save(model.state_dict(), tmp_path / "m.pt")
+    run = tmp_path / "run"
+    imported(capsys, tmp_path / "m.pt", run, "--encrypt-to", identity.recipient)
+    with pytest.raises(trainckpt.TrainckptError):
+        trainckpt.load(run)
+    monkeypatch.setenv("TRAINCKPT_IDENTITY", str(tmp_path / "me.key"))
+    trainckpt.load(run, into=(fresh := Model()))
+    assert bits(fresh.state_dict()) == bits(model.state_dict())
 
 
 def test_a_run_is_not_imported_over(tmp_path, capsys):

@@ -33,6 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=NAME",
         help="track the part KEY of the source as NAME",
     )
+    add(
+        "--without",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="leave out the part KEY of the source",
+    )
     add("--encrypt-to", metavar="RECIPIENTS", help="encrypt the new run's snapshot")
 
 
@@ -65,19 +72,26 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _change(state: ImportedState, arguments: argparse.Namespace) -> None:
-    """Apply --rename, --epoch and --step."""
-    for key, name in arguments.rename:
-        taken = {*state.models, *state.optimizers, *state.objects}
-        holders: tuple[dict[str, Any], ...] = (state.models, state.optimizers, state.objects)
-        holder = next((h for h in (*holders, state.tied) if key in h), None)
-        if key not in taken or name in taken or holder is None:
+    """Apply --without, --rename, --epoch and --step."""
+    holders: tuple[dict[str, Any], ...] = (state.models, state.optimizers, state.objects)
+
+    def must_have(option: str, key: str, name: str = "") -> None:
+        taken = sorted(key for holder in holders for key in holder)
+        if key not in taken or name in taken:
             raise ConfigurationError(
-                f"--rename {key}={name}: the source has {', '.join(sorted(taken))}",
-                hint="name one of these as KEY, and something else as NAME",
+                f"{option}: the source has {', '.join(taken)}", hint="name one of these as KEY"
             )
-        for each in (*holders, state.tied):
-            if key in each:
-                each[name] = each.pop(key)
+
+    for key in arguments.without:
+        must_have(f"--without {key}", key)
+        for holder in holders:
+            holder.pop(key, None)
+        state.left[key] = "left out by --without"
+    for key, name in arguments.rename:
+        must_have(f"--rename {key}={name}", key, name)
+        for holder in (*holders, state.tied):
+            if key in holder:
+                holder[name] = holder.pop(key)
     if arguments.epoch is not None:
         state.epoch = arguments.epoch
         state.left.pop("epoch", None)

@@ -53,10 +53,13 @@ def check(registry: Registry, saved: Saved, snapshot: str) -> None:
     if found:
         loaders = tuple(f"{loader.name}: " for loader in registry.loaders)
         is_data_alone = all(line.startswith(loaders) for line in found)
+        hint = OTHER_DATA if is_data_alone else AS_IT_WAS
+        if imported.source(saved.values):
+            hint = "import it again, with --rename KEY=NAME or --without KEY for other names"
         raise StateMismatch(
             f"the script's objects are not those of snapshot {snapshot}",
             found,
-            hint=OTHER_DATA if is_data_alone else AS_IT_WAS,
+            hint=hint,
         )
 
 
