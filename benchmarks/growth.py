@@ -44,6 +44,7 @@ from unittest import mock
 
 import torch
 from benchmarks import machine
+from benchmarks.panels import label_panel, panels
 from torch import nn
 
 import trainckpt
@@ -335,44 +336,28 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Write a PNG: seconds and calls, against the number of snapshots and of attempts.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
+    """Write a PNG: seconds and calls, against the number of snapshots and of attempts."""
     places = list(dict.fromkeys(each["place"] for each in rows))
     kinds = [(SECONDS, "seconds"), (CALLS, "requests, or calls to the directory")]
-    figure, axes = plt.subplots(
-        len(places) * 2, 2, figsize=(10, 5.6 * len(places)), squeeze=False, sharex="col"
-    )
-    for number, place in enumerate(places):
-        for column, (axis, other) in enumerate(
-            (("snapshots", "attempts"), ("attempts", "snapshots"))
-        ):
-            of_place = [each for each in rows if each["place"] == place]
-            least = of_place[0][other]
-            points = sorted((r for r in of_place if r[other] == least), key=lambda r: r[axis])
-            for line, (names, label) in enumerate(kinds):
-                panel = axes[2 * number + line][column]
-                for name in names:
-                    y = [point[name] for point in points]
-                    panel.plot([p[axis] for p in points], y, marker="o", markersize=3, label=name)
-                panel.set_xscale("log")
-                panel.set_yscale("log")
-                panel.set_title(f"{place}: {label}", fontsize=9)
-                panel.set_xlabel(axis, fontsize=8)
-                panel.tick_params(labelsize=8)
-                panel.grid(alpha=0.3)
-                if column == 1:
-                    panel.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.02, 0.5))
-    figure.tight_layout()
-    figure.savefig(file, dpi=110)
-    plt.close(figure)
+    lines = len(places) * 2
+    size = 10, 5.6 * len(places)
+    with panels(file, lines, 2, dpi=110, figsize=size, sharex="col") as axes:
+        for number, place in enumerate(places):
+            for column, (axis, other) in enumerate(
+                (("snapshots", "attempts"), ("attempts", "snapshots"))
+            ):
+                of_place = [row for row in rows if row["place"] == place]
+                least = of_place[0][other]
+                points = sorted((r for r in of_place if r[other] == least), key=lambda r: r[axis])
+                for line, (names, label) in enumerate(kinds):
+                    panel = axes[2 * number + line][column]
+                    x = [point[axis] for point in points]
+                    for name in names:
+                        y = [point[name] for point in points]
+                        panel.plot(x, y, marker="o", markersize=3, label=name)
+                    label_panel(panel, f"{place}: {label}", axis)
+                    if column == 1:
+                        panel.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.02, 0.5))
 
 
 def main() -> None:

@@ -47,6 +47,7 @@ from benchmarks.compare.caches import forget_peak, give_back
 from benchmarks.compare.lowest import LowestAvailable
 from benchmarks.compare.together import slowest, timed
 from benchmarks.compare.training import state_tensors
+from benchmarks.panels import label_panel, panels
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -283,39 +284,22 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Write a PNG: seconds against the number of tensors, a panel for each shape and figure.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
+    """Write a PNG: seconds against the number of tensors, a panel for each shape and figure."""
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     names = list(dict.fromkeys(row["system"] for row in rows))
-    figure, axes = plt.subplots(
-        len(shapes), len(DRAWN), figsize=(3.4 * len(DRAWN), 2.8 * len(shapes)), squeeze=False
-    )
-    for line, shape in zip(axes, shapes, strict=True):
-        for panel, column in zip(line, DRAWN, strict=True):
-            for name in names:
-                points = [r for r in rows if r["shape"] == shape and r["system"] == name]
-                points = [r for r in points if r[column] > 0]  # a stall below the noise
-                x, y = [r["tensors"] for r in points], [r[column] for r in points]
-                width = 2.4 if name == "trainckpt" else 1.2
-                panel.plot(x, y, marker="o", markersize=3, linewidth=width, label=name)
-            panel.set_xscale("log")
-            panel.set_yscale("log")
-            panel.set_title(f"{shape}: {column.removesuffix('_s')}, seconds", fontsize=9)
-            panel.set_xlabel("tensors", fontsize=8)
-            panel.tick_params(labelsize=8)
-            panel.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(file, dpi=120)
-    plt.close(figure)
+    size = 3.4 * len(DRAWN), 2.8 * len(shapes)
+    with panels(file, len(shapes), len(DRAWN), dpi=120, figsize=size) as axes:
+        for line, shape in zip(axes, shapes, strict=True):
+            for panel, column in zip(line, DRAWN, strict=True):
+                for name in names:
+                    points = [r for r in rows if r["shape"] == shape and r["system"] == name]
+                    points = [r for r in points if r[column] > 0]  # a stall below the noise
+                    x, y = [r["tensors"] for r in points], [r[column] for r in points]
+                    width = 2.4 if name == "trainckpt" else 1.2
+                    panel.plot(x, y, marker="o", markersize=3, linewidth=width, label=name)
+                title = f"{shape}: {column.removesuffix('_s')}, seconds"
+                label_panel(panel, title, "tensors")
+        axes[0][0].legend(fontsize=8)
 
 
 def main() -> None:

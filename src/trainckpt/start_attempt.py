@@ -265,25 +265,8 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
         parts = [*context.problems, *parts, *said_after_loading(registry, beginning)]
         report.set_restored(of_all_ranks(context.channel, parts))
     if context.world.rank == 0:
-        log_start(
-            options=options,
-            tier=context.tier,
-            registry=registry,
-            beginning=beginning,
-            exactness=report.exactness,
-            initial=initial,
-            data_world=context.data_world,
-        )
-        grace_s = context.listener.grace_s
-        within = "" if grace_s is None else f", within {grace_s:g} s of a signal"
-        logger.debug("a stop falls on %s%s", context.listener.stop_mode.describe(), within)
-    schedule = SaveSchedule(
-        options.every,
-        context.position.step,
-        time.monotonic(),
-        measured_interval(context.timings, _earlier_attempts(context, beginning)),
-        options.memory_every,
-    )
+        _log_start(context, beginning, report, initial)
+    schedule = _build_schedule(context, beginning)
     if beginning.saved is not None:  # only `PhasedRestore` needs it, until the first batch
         beginning = replace(beginning, saved=beginning.saved.without_state(), reader=None)
     if manifest is not None:
@@ -299,6 +282,36 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
         schedule=schedule,
         weight_check=weight_check,
         survival=survival,
+    )
+
+
+def _log_start(
+    context: RankContext,
+    beginning: ResumePoint,
+    report: ResumeReport,
+    initial: InitialWeights | None,
+) -> None:
+    log_start(
+        options=context.options,
+        tier=context.tier,
+        registry=context.registry,
+        beginning=beginning,
+        exactness=report.exactness,
+        initial=initial,
+        data_world=context.data_world,
+    )
+    grace_s = context.listener.grace_s
+    within = "" if grace_s is None else f", within {grace_s:g} s of a signal"
+    logger.debug("a stop falls on %s%s", context.listener.stop_mode.describe(), within)
+
+
+def _build_schedule(context: RankContext, beginning: ResumePoint) -> SaveSchedule:
+    return SaveSchedule(
+        context.options.every,
+        context.position.step,
+        time.monotonic(),
+        measured_interval(context.timings, _earlier_attempts(context, beginning)),
+        context.options.memory_every,
     )
 
 

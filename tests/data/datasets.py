@@ -38,6 +38,43 @@ class Augmented(Dataset):
         return torch.tensor(index), *drawn
 
 
+class Rows(Dataset):
+    """Has the attributes that it is given; a sample depends on `epoch`."""
+
+    epoch = 0
+
+    def __init__(self, **values) -> None:
+        vars(self).update(values)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int):
+        return 1000 * self.epoch + index
+
+
+class Packs:
+    """A collate_fn that packs three samples and carries the rest."""
+
+    def __init__(self) -> None:
+        self.rest: list[torch.Tensor] = []
+
+    def __call__(self, samples):
+        self.rest += samples
+        packed, self.rest = self.rest[:3], self.rest[3:]
+        return torch.stack(packed)
+
+
+class KeptPacks(Packs):
+    """Says what it carries."""
+
+    def state_dict(self):
+        return {"rest": self.rest}
+
+    def load_state_dict(self, state):
+        self.rest = state["rest"]
+
+
 class OwnGenerators(Dataset):
     """Draws from generators that it holds, each kind at another depth."""
 

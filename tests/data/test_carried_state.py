@@ -9,32 +9,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.data import datasets as d
+from tests.data.datasets import KeptPacks, Packs
 from trainckpt.data.carried_state import Watch
 from trainckpt.data.loader import TrackedLoader
 from trainckpt.data.state_differences import restored
 from trainckpt.format.exactness import How
-
-
-class Packs:
-    """A collate_fn that packs three samples and carries the rest."""
-
-    def __init__(self) -> None:
-        self.rest: list[torch.Tensor] = []
-
-    def __call__(self, samples):
-        self.rest += samples
-        packed, self.rest = self.rest[:3], self.rest[3:]
-        return torch.stack(packed)
-
-
-class KeptPacks(Packs):
-    """Says what it carries."""
-
-    def state_dict(self):
-        return {"rest": self.rest}
-
-    def load_state_dict(self, state):
-        self.rest = state["rest"]
 
 
 class Counts(d.Plain):

@@ -5,23 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Subset
 
+from tests.data.datasets import Rows
 from trainckpt.data.compared_content import content
 from trainckpt.data.loader import TrackedLoader
-
-
-class Rows(Dataset):
-    epoch = 0
-
-    def __init__(self, **values):
-        vars(self).update(values)
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return 1000 * self.epoch + index
 
 
 def differing(one, other):

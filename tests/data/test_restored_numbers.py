@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from tests.data.datasets import Rows
 from trainckpt.data.loader import TrackedLoader
 from trainckpt.data.restored_numbers import LoopNumbers, numbers, replaced
 
@@ -184,19 +185,6 @@ def test_the_numbers_of_modules_with_parameters_and_modes_are_left_out():
     dataset.drop.p = 0.5
     dataset.drop.eval()
     assert numbers.values() == {"dataset.drop.p": 0.5}
-
-
-class Rows(Dataset):
-    epoch = 0
-
-    def __init__(self, **values):
-        vars(self).update(values)
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return 1000 * self.epoch + index
 
 
 def test_numbers_are_replaced_for_a_while_and_put_back():

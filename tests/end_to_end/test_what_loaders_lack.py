@@ -9,30 +9,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from tests.data.datasets import KeptPacks, Packs
 from tests.end_to_end.training import record
 from trainckpt import Checkpointer
-
-
-class Packs:
-    """A collate_fn that carries samples on to the next batch."""
-
-    def __init__(self) -> None:
-        self.rest: list[torch.Tensor] = []
-
-    def __call__(self, samples):
-        self.rest += samples
-        packed, self.rest = self.rest[:3], self.rest[3:]
-        return torch.stack(packed)
-
-
-class KeptPacks(Packs):
-    """As Packs, and says so."""
-
-    def state_dict(self):
-        return {"rest": self.rest}
-
-    def load_state_dict(self, state):
-        self.rest = state["rest"]
 
 
 class Numbers(IterableDataset):

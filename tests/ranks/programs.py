@@ -170,9 +170,10 @@ def swap(rank):
         for step in (1, 2):
             to, source = (rank + step) % 3, (rank - step) % 3
             mine = length if rank < 2 else 0  # the third has nothing to say
-            told = length if source < 2 else 0
-            got = exchange.swap(to, memoryview(bytes([rank]) * mine), source, told)
-            assert got == bytes([source]) * told
+            into = bytearray(length if source < 2 else 0)
+            sent = memoryview(bytes([rank]) * mine)
+            exchange.settle(exchange.begin([(source, 0, memoryview(into))], [(to, 0, sent)]))
+            assert into == bytes([source]) * len(into)
     exchange.close()
     return lengths
 
@@ -206,7 +207,8 @@ def meet_without_one(rank):
 
 def _swap_both_ways(exchange, rank):
     for step in (1, 2):
-        exchange.swap((rank + step) % 3, memoryview(bytes(9)), (rank - step) % 3, 9)
+        receives = [((rank - step) % 3, 0, memoryview(bytearray(9)))]
+        exchange.settle(exchange.begin(receives, [((rank + step) % 3, 0, memoryview(bytes(9)))]))
 
 
 def _error_of(call):

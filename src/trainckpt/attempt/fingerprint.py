@@ -34,7 +34,7 @@ CUDA = "cuda"
 DRIVER = Path("/sys/module/nvidia/version")
 BENCHMARK, WORKSPACE = "cudnn benchmark", "cublas workspace"
 ALGORITHMS, WARN_ONLY = "deterministic algorithms", "deterministic algorithms only warn"
-COLLECTIVES, NCCL_VARIABLES = "collectives", "nccl variables"
+NCCL_VARIABLES = "nccl variables"
 REPEATABLE_WORKSPACES = (":4096:8", ":16:8")  # as torch's own check has them
 PINNED = ("NCCL_ALGO", "NCCL_PROTO")
 # They divide a sum over channels, threads and links, and so decide the order of additions.

@@ -302,11 +302,11 @@ def decrypt_manifest(manifest: Manifest, key: bytes) -> Manifest:
         raise UnusableSnapshot(
             f"{what} was changed by somebody who has not its key, or belongs to another snapshot"
         ) from None
-    told = json.loads(text)
+    entries = json.loads(text)
     return replace(
         manifest,
-        files=with_plain(manifest.files, told["files"], what),
-        reached=with_plain(_in_order(manifest), told["reached"], what),
+        files=with_plain(manifest.files, entries["files"], what),
+        reached=with_plain(_in_order(manifest), entries["reached"], what),
     )
 
 

@@ -256,8 +256,8 @@ def prove(
     try:
         return _prove(folder, stops, keep, _Runs(folder, command, nproc, say, launch), say)
     finally:
-        for told in script_files.restore_files(folder / script_files.FOLDER):
-            say(told)
+        for sentence in script_files.restore_files(folder / script_files.FOLDER):
+            say(sentence)
         with suppress(OSError):
             (folder / script_files.FOLDER).rmdir()
         with suppress(OSError):  # one that holds logs stays

@@ -42,7 +42,7 @@ class Exchange:
     """One member's side of a group: point to point, each call in turn on every member.
 
     Attributes:
-        timeout_s: Seconds each `swap` waits for another member.
+        timeout_s: Seconds `settle` waits for each message.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Exchange:
             channel: Of all ranks.
             key: Names this group on the channel; used once.
             members: Ranks, in one order on all of them; this rank is one.
-            timeout_s: How long each `swap` waits for another member.
+            timeout_s: As the attribute.
 
         Raises:
             NoAgreement: a member did not come, or cannot be reached.
@@ -68,25 +68,6 @@ class Exchange:
             self._group = c10d.ProcessGroupGloo(store, self._me, len(members), within)
         except (RuntimeError, ValueError) as error:
             raise self._gone(f"could not reach ranks {list(members)[:20]}", error) from error
-
-    def swap(self, to: int, data: memoryview, source: int, num_bytes: int) -> memoryview:
-        """Send `data` to one member and receive `num_bytes` from another; zero bytes are not sent.
-
-        Args:
-            to, source: Indices among the members.
-            data: Fully sent when this returns.
-            num_bytes: The number of bytes that member sends in its own call.
-
-        Raises:
-            NoAgreement: either of them is gone, or did not do its part in time.
-        """
-        received = bytearray(num_bytes)
-        try:
-            self.settle(self.begin([(source, 0, memoryview(received))], [(to, 0, data)]))
-        except NoAgreement as error:
-            pair = f"rank {self._members[to]} or rank {self._members[source]}"
-            raise self._gone(f"lost {pair} while they read together", error) from error
-        return memoryview(received)
 
     def begin(self, receives: Sequence[Message], sends: Sequence[Message]) -> list[Under]:
         """Start messages: (index among the members, tag, memory); empty messages are skipped.

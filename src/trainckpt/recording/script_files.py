@@ -77,22 +77,22 @@ def _backup_hook(run: str | os.PathLike[str] | None) -> Callable[[Path], None] |
 def restore_files(folder: Path) -> list[str]:
     """Restore the files at the end of a proof, however it ends; return a sentence per changed
     file."""
-    said = []
+    sentences = []
     for note in sorted(folder.glob("*")):
-        told = json.loads(note.read_text(encoding="utf-8"))
-        path = Path(told["path"])
+        record = json.loads(note.read_text(encoding="utf-8"))
+        path = Path(record["path"])
         try:
-            changed = _restore(path) if told["is_there"] else _remove(path)
+            changed = _restore(path) if record["is_there"] else _remove(path)
         except OSError as error:
-            said.append(
+            sentences.append(
                 f"{path} could not be put back ({error.strerror or error}): what it held is in "
                 f"{path}{SUFFIX}"
             )
             continue
         note.unlink()
         if changed:
-            said.append(f"{path} {changed}")
-    return said
+            sentences.append(f"{path} {changed}")
+    return sentences
 
 
 def _refuse(path: Path, run: str | os.PathLike[str] | None) -> None:

@@ -424,8 +424,8 @@ class TierUploader:
         now = (CLOSED if health is None else health.state, self._logged)
         if now != self._recorded_state:
             self._recorded_state = now
-            told = {"breaker": now[0], "lags": now[1], "since": time.time()}
-            self._work.record_writer.set_fact(TROUBLE, self.tier.name, told)
+            trouble = {"breaker": now[0], "lags": now[1], "since": time.time()}
+            self._work.record_writer.set_fact(TROUBLE, self.tier.name, trouble)
 
     def _look_back(self) -> None:
         """Queue snapshots of earlier attempts that the tier lacks."""

@@ -45,8 +45,8 @@ class TierConfig:
 
     def to_facts(self) -> dict[str, Any]:
         """Return the facts for the attempt's record; secrets in URLs are left out."""
-        told = [{"name": t.name, "url": redact_text(t.url)} for t in self.tiers]
-        return {TIERS: told, DURABLE: self.durable} if told else {}
+        tiers = [{"name": t.name, "url": redact_text(t.url)} for t in self.tiers]
+        return {TIERS: tiers, DURABLE: self.durable} if tiers else {}
 
 
 def open_slower(urls: Sequence[str], durable: str | None, local: Tier) -> TierConfig:
@@ -94,7 +94,7 @@ def recorded(
     if os.environ.get(run_url.PROVE_VARIABLE):
         return (), []
     there = {_location(t) for t in known} | {_location(local)}
-    for name, url in _told(records):
+    for name, url in _recorded_tiers(records):
         if REDACTED in url:
             unknown += [name] if name not in names else []
             continue
@@ -120,15 +120,15 @@ def is_copy(records: Mapping[int, AttemptRecord], tier: Tier) -> bool:
     here = where(tier)
     return any(
         here == (url if "://" in url else os.path.abspath(url))  # noqa: PTH100
-        for _, url in _told(records)
+        for _, url in _recorded_tiers(records)
     )
 
 
-def _told(records: Mapping[int, AttemptRecord]) -> list[tuple[str, str]]:
+def _recorded_tiers(records: Mapping[int, AttemptRecord]) -> list[tuple[str, str]]:
     for _, record in sorted(records.items(), reverse=True):
-        told = record.facts.get(TIERS)
-        if isinstance(told, list) and told:
-            pairs = [(t.get("name"), t.get("url")) for t in told if isinstance(t, dict)]
+        tiers = record.facts.get(TIERS)
+        if isinstance(tiers, list) and tiers:
+            pairs = [(t.get("name"), t.get("url")) for t in tiers if isinstance(t, dict)]
             return [(n, u) for n, u in pairs if isinstance(n, str) and isinstance(u, str)]
     return []
 

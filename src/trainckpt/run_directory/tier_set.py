@@ -90,11 +90,11 @@ class TierSet:
             if self._look(tier) != run:
                 continue
             records = attempt_history.read_attempts(tier)
-            told = [r.facts[WHERE] for _, r in sorted(records.items()) if WHERE in r.facts]
-            if told and told[-1] != where(self.run_tier):
+            places = [r.facts[WHERE] for _, r in sorted(records.items()) if WHERE in r.facts]
+            if places and places[-1] != where(self.run_tier):
                 raise ConfigurationError(
                     f"{self.run_tier.url} holds no run, and the tier {tier.name} holds that of "
-                    f"{str(told[-1])[:200]}",
+                    f"{str(places[-1])[:200]}",
                     hint="name other tiers for a new run ({run} in a URL stands for the name of "
                     "its place); or, to go on with that run from here, resume='required'",
                 )
@@ -117,7 +117,7 @@ class TierSet:
         Raises:
             ConfigurationError: an option names the run directory again, by a link or a mount.
         """
-        self.answering, self.empty, told = [], [], []
+        self.answering, self.empty, reported = [], [], []
         also, unknown = recorded(records, self.run_tier, self.slower.tiers)
         for name in unknown:
             self.silent[name] = f"the URL of the tier {name} holds a secret that was not stored"
@@ -127,12 +127,12 @@ class TierSet:
                 continue
             if there == run:
                 self.answering.append(tier)
-                told.append([tier.name, "" if tier in self.slower.tiers else tier.url])
+                reported.append([tier.name, "" if tier in self.slower.tiers else tier.url])
             elif there is not None:
                 logger.warning("%s", upload.another_run(tier, there).message)
             elif tier.name not in self.silent:
                 self.empty.append(tier)
-        return told
+        return reported
 
     def leave(self, tier: Tier, why: str = "") -> None:
         """Ask nothing more of it; `why` it does not answer."""
@@ -140,11 +140,11 @@ class TierSet:
         if why:
             self.silent[tier.name] = why
 
-    def open(self, told: Sequence[Sequence[str]]) -> tuple[Tier, ...]:
+    def open(self, reported: Sequence[Sequence[str]]) -> tuple[Tier, ...]:
         """Open the run directory and the tiers reported by rank 0."""
         by_name = {tier.name: tier for tier in self.slower.tiers}
         found: list[Tier] = [self.run_tier]
-        for name, url in told:
+        for name, url in reported:
             found.append(run_url.open_tier_at(url, name) if url else by_name[name])
         return tuple(found)
 
@@ -282,17 +282,17 @@ def catch_up(
                 records, brought = read(), True
         if not brought:  # else a newer attempt may have named other tiers
             answering = {tier.name for tier in reach.answering}
-            return records, newest, [told for told in tiers if told[0] in answering]
+            return records, newest, [pair for pair in tiers if pair[0] in answering]
 
 
 def _must_be_of(reach: TierSet, theirs: OtherHistory, *, sure: bool) -> None:
     """Refuse attempts of a run at another place: that one, or this, is a copy."""
-    told = [r.facts[WHERE] for _, r in sorted(theirs.records.items()) if WHERE in r.facts]
-    if sure or not theirs.saved or not told or told[-1] == where(reach.run_tier):
+    places = [r.facts[WHERE] for _, r in sorted(theirs.records.items()) if WHERE in r.facts]
+    if sure or not theirs.saved or not places or places[-1] == where(reach.run_tier):
         return
     raise ConfigurationError(
         f"the tier {theirs.tier.name} at {theirs.tier.url} holds attempts of the run at "
-        f"{str(told[-1])[:200]} that {reach.run_tier.url} lacks: one of the two is a copy of the "
+        f"{str(places[-1])[:200]} that {reach.run_tier.url} lacks: one of the two is a copy of the "
         "other",
         hint="name other tiers for a copy that goes its own way ({run} in a URL stands for the "
         "name of its place); or, to go on from here with what that run did, resume='required'",

@@ -296,8 +296,8 @@ def forked(run_tier: Readable, tier: Readable, number: int) -> ConfigurationErro
 
 def is_same(one: AttemptRecord, other: AttemptRecord) -> bool | None:
     """Return True if two records of one number are of one attempt; None if unknown. Pure."""
-    told = [record.facts.get("started") for record in (one, other)]
-    return None if None in told else told[0] == told[1]
+    starts = [record.facts.get("started") for record in (one, other)]
+    return None if None in starts else starts[0] == starts[1]
 
 
 def has_saved(tier: Readable, records: Mapping[int, AttemptRecord]) -> bool:

@@ -81,9 +81,14 @@ def decide(
         world: Ranks of the attempt.
         is_all: No more reports will come.
     """
-    places = sorted({has.place for told in reports.values() for has in told}, reverse=True)
+    places = sorted({has.place for report in reports.values() for has in report}, reverse=True)
     moments = [
-        {rank: has for rank, told in sorted(reports.items()) for has in told if has.place == place}
+        {
+            rank: has
+            for rank, report in sorted(reports.items())
+            for has in report
+            if has.place == place
+        }
         for place in sorted(places, key=lambda place: (place[1], place), reverse=True)
     ]
     for moment in moments:

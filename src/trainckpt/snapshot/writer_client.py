@@ -143,13 +143,13 @@ class WriterClient:
         return FileEntry.from_json(reply["file"]), shard_file.with_digests(header, digests)
 
     def _tell(self, end: socket.socket, memory: memoryview, copied: Iterable[int]) -> None:
-        begin, told = address(memory) or 0, 0
+        begin, sent = address(memory) or 0, 0
         step = min(TELL_BYTES, len(memory) // TELL_PART)
         try:
             for behind in copied:
-                if behind - begin - told >= step:
-                    told = behind - begin
-                    writer_process.send(end, {"behind": told})
+                if behind - begin - sent >= step:
+                    sent = behind - begin
+                    writer_process.send(end, {"behind": sent})
         except BaseException:
             with contextlib.suppress(EOFError, OSError):  # the next file reports the failure
                 writer_process.send(end, {"abandon": True})

@@ -149,19 +149,19 @@ class KnownDigests:
 class MappedShardFile:
     """A shard file in the rank's memory; a `shard_writer.InMemory`."""
 
-    def __init__(self, header: ShardHeader, data: memoryview, told: KnownDigests) -> None:
-        """`told`: digests from the rank; complete as soon as the file is."""
-        self.header, self.memory, self._told = header, data, told
+    def __init__(self, header: ShardHeader, data: memoryview, known: KnownDigests) -> None:
+        """`known`: digests from the rank; complete as soon as the file is."""
+        self.header, self.memory, self._known = header, data, known
         self.top = private_memory(header.header_bytes)
 
     @cached_property
     def digests(self) -> dict[str, str]:
         """Return the digests the rank made while copying, by region key."""
         at, found = 0, {}
-        for number in self._told.numbers:
+        for number in self._known.numbers:
             region = self.header.regions[number]
             end = at + region.num_blocks * digest.NUM_HEX
-            found[region.key], at = self._told.digests[at:end], end
+            found[region.key], at = self._known.digests[at:end], end
         return found
 
     @cached_property
@@ -214,7 +214,7 @@ class WriteProcess:
         except Exception as error:  # noqa: BLE001 - the rank handles the error
             with contextlib.suppress(Abandoned):
                 deque(progress, 0)  # drain the rank's messages about this file
-            body, payload = _told(error), memoryview(b"")
+            body, payload = _error_message(error), memoryview(b"")
         send(self._end, {**body, "said": list(self._said)}, payload)
 
     def _write(
@@ -281,7 +281,7 @@ class WriteProcess:
         return memoryview(found)[:num_bytes]
 
 
-def _told(error: Exception) -> dict[str, Any]:
+def _error_message(error: Exception) -> dict[str, Any]:
     kind = "unavailable" if isinstance(error, TierUnavailable) else "failed"
     facts = {"kind": kind, "errno": number_behind(error)}
     if isinstance(error, TrainckptError):

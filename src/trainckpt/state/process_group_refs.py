@@ -164,8 +164,8 @@ def _of_defaults(function: FunctionType) -> tuple[str, ...]:
 
 
 def _is_hooked(module: Any) -> bool:
-    told = module._get_ddp_logging_data() if module.logger is not None else {}
-    return bool(getattr(module, "_comm_hooks", None) or told.get("comm_hook"))
+    logged = module._get_ddp_logging_data() if module.logger is not None else {}
+    return bool(getattr(module, "_comm_hooks", None) or logged.get("comm_hook"))
 
 
 def _others(groups: Sequence[Any], owners: Sequence[Any]) -> Iterator[str]:

@@ -67,17 +67,17 @@ class AzureClient(ObjectClient):
 
         if not (requests := logging.getLogger(_LOGS_REQUESTS)).level:
             requests.setLevel(logging.WARNING)  # at INFO the library logs twenty lines per request
-        told = AzureBlobFileSystem._get_kwargs_from_urls(url)
-        made = AzureBlobFileSystem(**UNCACHED, **told)
+        in_url = AzureBlobFileSystem._get_kwargs_from_urls(url)
+        made = AzureBlobFileSystem(**UNCACHED, **in_url)
         close_at_the_end(made, lambda: (made.service_client, made.credential))
         account, host = made.service_client.account_name, made.service_client.primary_hostname
-        if (named := told.get("account_name", account)) != account:
+        if (named := in_url.get("account_name", account)) != account:
             raise ValueError(
                 f"the URL names the account {named}, but the connection string {account}"
             )
         _, at, named = urlsplit(url).netloc.rpartition("@")
         # adlfs ignores another host in the URL and uses the environment's.
-        if at and "account_name" not in told and named.replace(".dfs.", ".blob.") != host:
+        if at and "account_name" not in in_url and named.replace(".dfs.", ".blob.") != host:
             raise ValueError(
                 f"the URL names the host {named}, but the environment {host}: write container@"
                 "ACCOUNT.dfs.core.windows.net, or az://container and the account in the environment"

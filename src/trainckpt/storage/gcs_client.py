@@ -153,8 +153,8 @@ class GcsClient(ObjectClient):
             StoreError: the store, or a proxy before it, such as a login page, refused.
         """
         self._log_in()
-        told = method, url, dict(params), data, dict(headers)
-        answer: _Answer = sync(self._fs.loop, self._once, *told, timeout=within_s)
+        arguments = method, url, dict(params), data, dict(headers)
+        answer: _Answer = sync(self._fs.loop, self._once, *arguments, timeout=within_s)
         if not 200 <= answer.status < 300 and answer.status != also:
             raise _refused(answer, of_bucket=_OF_BUCKET.search(url) is not None)
         return answer
@@ -264,18 +264,18 @@ class _ResumableUpload:
 
     def _send(self, num_bytes: int, total: str) -> None:
         """Make one request; bytes may remain to be sent, even all of them."""
-        data, told = b"", "bytes */*"  # asks for the number of stored bytes
+        data, content_range = b"", "bytes */*"  # asks for the number of stored bytes
         if not self._unsure:
             data = bytes(self._held[:num_bytes])
-            told = f"bytes {self._taken}-{self._taken + num_bytes - 1}/{total}"
+            content_range = f"bytes {self._taken}-{self._taken + num_bytes - 1}/{total}"
         before, self._unsure = self._taken, True
-        self._settle(self._put(data, told))
+        self._settle(self._put(data, content_range))
         self._unsure = False
         self._idle = 0 if self._taken > before else self._idle + 1
         if self._idle > MOST_IDLE:
             raise StoreError(410, "", f"the store takes no more than {self._taken} bytes")
 
-    def _put(self, data: bytes, told: str) -> _Answer:
+    def _put(self, data: bytes, content_range: str) -> _Answer:
         try:
             # POST for bytes, though the store takes PUT too: aiohttp repeats a PUT on its own if
             # the connection broke before the answer.
@@ -284,7 +284,7 @@ class _ResumableUpload:
                 self._session,
                 DATA_S,
                 data=data,
-                headers={"Content-Range": told},
+                headers={"Content-Range": content_range},
                 also=INCOMPLETE,
             )
         except StoreError as error:
