@@ -16,6 +16,7 @@ from tests.integrations.toy_lightning import Toy, fit
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+FAILURES = (1, 4, 6)  # steps, 3 in an epoch
 KILLS = (3, 12, 17)  # micro-batches, 10 in an epoch: before the first snapshot, and in the second
 
 
@@ -88,8 +89,8 @@ class Fails(transformers.TrainerCallback):
             raise ZeroDivisionError
 
 
-def reported(folder, run=None, at=None):
-    how = {"report_to": "tensorboard", "logging_steps": 1, "ours": {"every": "2 steps"}}
+def reported(folder, run=None, at=None, report_to="tensorboard"):
+    how = {"report_to": report_to, "logging_steps": 1, "ours": {"every": "2 steps"}}
     training = trained.Training(folder, {}, run, **how)
     training.trainer.add_callback(Fails(at))
     training.train()
@@ -98,7 +99,7 @@ def reported(folder, run=None, at=None):
 def test_the_trainer_s_report_has_each_step_once_in_one_folder_after_three_kills(tmp_path):
     """Its default folder is named after the time of the start."""
     reported(tmp_path / "straight")
-    for at in (1, 4, 6):  # before the first snapshot, and in each epoch
+    for at in FAILURES:
         with pytest.raises(ZeroDivisionError):
             reported(tmp_path / "out", tmp_path / "run", at)
     reported(tmp_path / "out", tmp_path / "run")

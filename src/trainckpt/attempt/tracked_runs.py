@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.log import logger
+from trainckpt.attempt.mlflow_run import MLflowRun
 from trainckpt.errors import ConfigurationError, TrainckptError
 from trainckpt.snapshot import attempt_history
 from trainckpt.state.adapters import tracked_run
@@ -107,16 +108,16 @@ def _read_records(tier: Tier) -> dict[int, AttemptRecord]:
         return {}
 
 
-def _kind_of(run: Any) -> type[_TensorBoard | _Csv]:
+def _kind_of(run: Any) -> type[_TensorBoard | _Csv | MLflowRun]:
     package = type(run).__module__.partition(".")[0]
-    kinds: tuple[type[_TensorBoard | _Csv], ...] = (_TensorBoard, _Csv)
+    kinds: tuple[type[_TensorBoard | _Csv | MLflowRun], ...] = (_TensorBoard, _Csv, MLflowRun)
     for kind in kinds:
         if kind.takes(run):
             return kind
     raise ConfigurationError(
         f"{type(run).__qualname__} of {package} is no tracker that can be cut back",
-        hint="pass the SummaryWriter of torch.utils.tensorboard; for a file that the script "
-        "appends to: ckpt.track_file(path); for other trackers: @ckpt.on_resume",
+        hint="pass the SummaryWriter of torch.utils.tensorboard, or the run of mlflow.start_run(); "
+        "for a file that the script appends to: ckpt.track_file(path); else: @ckpt.on_resume",
     )
 
 

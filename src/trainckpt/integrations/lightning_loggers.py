@@ -56,5 +56,8 @@ def track(trainer: Any, ckpt: Checkpointer) -> None:
                 ckpt.track_run(one.experiment)
             elif is_a(one, "CSVLogger"):
                 ckpt.track_run(one)
+            elif is_a(one, "MLFlowLogger"):
+                info = ckpt.track_run(one.experiment.get_run(one.run_id)).info
+                one._run_id, one._experiment_id = info.run_id, info.experiment_id
         except ConfigurationError as error:
             logger.warning("%s repeats steps after a resume: %s", type(one).__name__, error.message)

@@ -224,9 +224,10 @@ class TrainckptCallback(TrainerCallback):
         """Track what the callbacks report to; all have begun."""
         assert self.checkpointer is not None
         for one in trainer.callback_handler.callbacks if trainer.is_world_process_zero() else ():
-            writer = getattr(one, "tb_writer", None)
+            run, mlflow = getattr(one, "tb_writer", None), getattr(one, "_ml_flow", None)
+            run = mlflow.active_run() if mlflow is not None else run
             try:
-                if writer is not None:
-                    self.checkpointer.track_run(writer)
+                if run is not None:
+                    self.checkpointer.track_run(run)
             except ConfigurationError as error:
                 logger.warning("%s repeats steps after a resume: %s", type(one).__name__, error)
