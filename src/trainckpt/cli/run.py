@@ -74,11 +74,11 @@ def execute(arguments: argparse.Namespace) -> int:
             dumps.remind(arguments.run)
             name = partial(NamedRun, arguments.run, argv, None, nproc)
         run = arguments.run or os.environ.get(NAME_VARIABLE)
-        word = command_hash(argv, str(Path.cwd()), run, os.environ)
-        first_launch = FirstLaunch(word, argv, run)
+        digest = command_hash(argv, str(Path.cwd()), run, os.environ)
+        first_launch = FirstLaunch(digest, argv, run)
         result = supervise(
             torchrun_command(arguments.nproc, options, command),
-            environment={COMMAND_VARIABLE: word},
+            environment={COMMAND_VARIABLE: digest},
             output=sys.stderr if arguments.json else None,
             max_restarts=restarts,
             name=name,

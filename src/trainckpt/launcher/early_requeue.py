@@ -41,7 +41,7 @@ LOOK_S = 1.0  # Slurm's KillWait runs, and the requeue is still to be asked for
 class FirstLaunch:
     """A command that begins its run, if there is none."""
 
-    word: str  # hash of the command, see `attempt.launch`
+    command_digest: str  # hash of the command, see `attempt.launch`
     argv: Sequence[str]
     run: str | None  # its run directory, if the launcher names it
 
@@ -102,7 +102,7 @@ def ask_to_be_queued_again(
     if requeue is not None and is_wanted:
         prepare()
         has_begun = first is None or ended.begun or ended.record is not None or _may_be_there(first)
-        requeue.ask(inbox.first, unbegun="" if first is None or has_begun else first.word)
+        requeue.ask(inbox.first, unbegun="" if first is None or has_begun else first.command_digest)
 
 
 def _may_be_there(first: FirstLaunch) -> bool:

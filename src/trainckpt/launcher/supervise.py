@@ -83,7 +83,7 @@ class _Start:
     output: Any
     watch: Callable[[Process], None] | None
     ours: bool
-    word: ParentReporter
+    reporter: ParentReporter
     start_again: int
     run: str | None = None
     dumpable: Dumpable | None = None
@@ -144,7 +144,7 @@ def supervise(
             output=output,
             watch=watch,
             ours=ours,
-            word=reporter,
+            reporter=reporter,
             start_again=start_again_code(variables, cwd),
             run=run,
             dumpable=dumpable,
@@ -156,7 +156,7 @@ def supervise(
             )
         finally:  # whatever ended it, also before the last launch claimed an attempt
             newest.flush(signals, start.variables, say)
-        start.word.tell(exit_code=result.exit_code)
+        start.reporter.tell(exit_code=result.exit_code)
         return replace(result, record=newest.record, start_again=start.start_again)
 
 
@@ -200,7 +200,7 @@ def _launches(
     while True:
         if signals.signalled and start.ours:
             code = INTERRUPTED if signals.interrupts > 1 else start.start_again
-            start.word.tell(how=NOTICE, why=TOO_EARLY, on_purpose=True)
+            start.reporter.tell(how=NOTICE, why=TOO_EARLY, on_purpose=True)
             return RunResult(code, None, restarts, TOO_EARLY, begun=has_begun)
         named_run = name() if name is not None else None
         outcome, record, ranks, was_signalled = _launch(start, signals, named_run)
@@ -208,7 +208,7 @@ def _launches(
         has_begun = has_begun or bool(ranks)
         if say is not None and named_run is not None and named_run.problem:
             say(f"--run: {named_run.problem}")
-        start.word.tell(
+        start.reporter.tell(
             how=outcome.how, why=outcome.why[:LONGEST_WHY], on_purpose=outcome.on_purpose
         )
         if not starts_again(outcome, done=restarts, most=max_restarts, signalled=was_signalled):
@@ -235,7 +235,7 @@ def _launch(
             status_files.write_status(
                 Path(folder, status_files.SUPERVISOR_FILE), status_files.this_supervisor()
             )
-        start.word.tell(folder=folder)
+        start.reporter.tell(folder=folder)
         variables |= {DUMPS_VARIABLE: "1"} if start.dumpable is not None else {}
         if named is not None:
             variables[supervisor_record.NAME_VARIABLE] = named.url

@@ -97,8 +97,8 @@ class PollingSource(PolledSource):
         self._may_ask.set()
 
     def _run(self) -> None:
-        pause_s, said = self._pause_s, ""
-        while not self._stopping.wait(pause_s if said else 0.0):
+        pause_s, logged = self._pause_s, ""
+        while not self._stopping.wait(pause_s if logged else 0.0):
             self._may_ask.wait()
             try:
                 with self._asking:
@@ -108,12 +108,12 @@ class PollingSource(PolledSource):
             except Exception as error:  # noqa: BLE001 - a driver's or a server's surprise
                 expected = isinstance(error, (OSError, PollFailed))
                 problem = str(error) if expected else f"{type(error).__name__}: {error}"
-                if said != problem:
+                if logged != problem:
                     self._say(problem)
-                said = problem or "no answer"
+                logged = problem or "no answer"
                 pause_s = min(2 * pause_s, max(LONGEST_PAUSE_S, self._pause_s))
                 continue
-            pause_s, said = self._pause_s, ""
+            pause_s, logged = self._pause_s, ""
             with self._lock:
                 self._found += notices
             if notices or self._stopping.wait(self._pause_s):

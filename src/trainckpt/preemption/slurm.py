@@ -182,11 +182,11 @@ class Scontrol:
 
     def show(self) -> Job | None:
         """Return the controller's view of the job; None if it does not answer."""
-        code, said = self._call("show", "job", self._job)
-        self.why = _refusal(code, said)
-        if code > 0 and _NO_SUCH_JOB in said:
+        code, answer = self._call("show", "job", self._job)
+        self.why = _refusal(code, answer)
+        if code > 0 and _NO_SUCH_JOB in answer:
             return Job(UNKNOWN)
-        return parse_job(said) if code == 0 else None
+        return parse_job(answer) if code == 0 else None
 
     def note(self, comment: str, within_s: float = COMMAND_S) -> str:
         """Replace the job's comment. Why it was refused, or ""."""
@@ -214,8 +214,8 @@ class Scontrol:
         return done.returncode, done.stdout if done.returncode == 0 else done.stderr
 
 
-def _refusal(code: int, said: str) -> str:
-    return "" if code == 0 else said.strip()[:300] or f"scontrol ended with {code}"
+def _refusal(code: int, answer: str) -> str:
+    return "" if code == 0 else answer.strip()[:300] or f"scontrol ended with {code}"
 
 
 class JobEnd(PolledSource):

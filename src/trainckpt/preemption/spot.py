@@ -201,15 +201,15 @@ ADDRESS_VARIABLES = {"aws": "AWS_EC2_METADATA_SERVICE_ENDPOINT", "gce": "GCE_MET
 
 def this_cloud(folder: Path = VENDOR_FILES) -> str | None:
     """Return the one of `CLOUDS` named by this machine's firmware, or None."""
-    said = dict.fromkeys(("sys_vendor", "product_name", "chassis_asset_tag", "bios_vendor"), "")
-    for name in said:
+    fields = dict.fromkeys(("sys_vendor", "product_name", "chassis_asset_tag", "bios_vendor"), "")
+    for name in fields:
         with contextlib.suppress(OSError):
-            said[name] = (folder / name).read_text(encoding="utf-8", errors="replace").strip()
-    if "Amazon EC2" in (said["sys_vendor"], said["bios_vendor"]):
+            fields[name] = (folder / name).read_text(encoding="utf-8", errors="replace").strip()
+    if "Amazon EC2" in (fields["sys_vendor"], fields["bios_vendor"]):
         return "aws"
-    if said["product_name"] == "Google Compute Engine":
+    if fields["product_name"] == "Google Compute Engine":
         return "gce"
-    return "azure" if said["chassis_asset_tag"] == _AZURE_TAG else None
+    return "azure" if fields["chassis_asset_tag"] == _AZURE_TAG else None
 
 
 def metadata_of(cloud: str, environment: Mapping[str, str]) -> Metadata:

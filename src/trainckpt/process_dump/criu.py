@@ -168,14 +168,14 @@ def restore(
         return _tell(program, "restore", images, options, run_gated)
 
 
-def is_number_taken(said: str) -> bool:
+def is_number_taken(log: str) -> bool:
     """Return True if a restore failed because a process or thread id of the tree is in use."""
-    return bool(_TAKEN.search(said))
+    return bool(_TAKEN.search(log))
 
 
-def is_port_taken(said: str) -> bool:
+def is_port_taken(log: str) -> bool:
     """Return True if a restore failed because a port of the tree is in use."""
-    return _IN_USE in said and os.strerror(errno.EADDRINUSE) in said
+    return _IN_USE in log and os.strerror(errno.EADDRINUSE) in log
 
 
 def said(log: str) -> str:

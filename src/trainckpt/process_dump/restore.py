@@ -178,17 +178,17 @@ class RestorableDump:
         record, deadline = self.record, time.monotonic() + GONE_WITHIN_S
         waiting = ids_and_ports.PortWait(str(record.name), record.ports, say)
 
-        def is_free(said: str) -> bool:
-            if criu.is_port_taken(said):
+        def is_free(refusal: str) -> bool:
+            if criu.is_port_taken(refusal):
                 return waiting.may_be_free()
             left_s = deadline - time.monotonic()
-            return criu.is_number_taken(said) and left_s > 0 and not _why_taken(record, left_s)
+            return criu.is_number_taken(refusal) and left_s > 0 and not _why_taken(record, left_s)
 
-        said = once()
-        while said and not claimed and is_free(said):
-            said = once()
-        port_holders = ids_and_ports.who_has(record.ports) if criu.is_port_taken(said) else ""
-        return f"{said}; {port_holders}" if port_holders else said
+        refusal = once()
+        while refusal and not claimed and is_free(refusal):
+            refusal = once()
+        port_holders = ids_and_ports.who_has(record.ports) if criu.is_port_taken(refusal) else ""
+        return f"{refusal}; {port_holders}" if port_holders else refusal
 
     def _restore_once(self, may_go: Callable[[], object], held: Iterable[int]) -> str:
         """Run `criu.restore`; end all remaining processes after any failure."""

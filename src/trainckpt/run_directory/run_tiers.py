@@ -313,9 +313,9 @@ def no_run_at(tier: Tier, before: str = "") -> NothingToResume:
         tier: The place.
         before: Text put first.
     """
-    said = f"{before}there is no run at {tier.url}"
+    sentence = f"{before}there is no run at {tier.url}"
     if not isinstance(tier, LocalTier):
-        return NothingToResume(said, hint="check the path")
+        return NothingToResume(sentence, hint="check the path")
     folders: list[Path] = []
     with contextlib.suppress(OSError):
         folders = sorted(tier.root.iterdir())
@@ -324,14 +324,14 @@ def no_run_at(tier: Tier, before: str = "") -> NothingToResume:
         more = f" and {len(held) - MOST_RUNS} more" if len(held) > MOST_RUNS else ""
         one = shlex.quote(str(tier.root / held[0])) if len(held) == 1 else f"{tier.root}/<name>"
         return NothingToResume(
-            f"{said}: it is a folder that holds runs: {listed}{more}", hint=f"name one: {one}"
+            f"{sentence}: it is a folder that holds runs: {listed}{more}", hint=f"name one: {one}"
         )
     around = list(tier.root.parents)[:DEEPEST]
     if (run := next(filter(_is_run, around), None)) is not None:
         return NothingToResume(
-            f"{said}: it is in the run {run}", hint=f"name that: {shlex.quote(str(run))}"
+            f"{sentence}: it is in the run {run}", hint=f"name that: {shlex.quote(str(run))}"
         )
-    return NothingToResume(said, hint="check the path")
+    return NothingToResume(sentence, hint="check the path")
 
 
 def _is_run(folder: Path) -> bool:

@@ -85,8 +85,8 @@ def find(read: RegionRead, entry: TensorEntry, regions: Mapping[str, Region], wh
     if read.region is None:  # a rank's own tensor: the manifest has the first rank's type
         fits = held.is_whole
     else:
-        said = (read.region, entry.shape, entry.dtype)
-        fits = (held.box, held.of, held.dtype) == said
+        in_manifest = (read.region, entry.shape, entry.dtype)
+        fits = (held.box, held.of, held.dtype) == in_manifest
     if not fits or held.tensor != read.tensor:
         raise UnusableSnapshot(f"{read.tensor[:100]} in {what} differs from the manifest")
     return held

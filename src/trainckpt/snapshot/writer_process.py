@@ -187,8 +187,8 @@ class MappedShardFile:
 class WriteProcess:
     """Server for one rank."""
 
-    def __init__(self, end: socket.socket, said: list[str]) -> None:
-        self._end, self._said = end, said
+    def __init__(self, end: socket.socket, messages: list[str]) -> None:
+        self._end, self._messages = end, messages
         self._tiers: dict[str, LocalTier] = {}
         self._mapped: dict[tuple[int, int, int], mmap.mmap] = {}
         self._header: ShardHeader | None = None
@@ -205,7 +205,7 @@ class WriteProcess:
 
     def _answer(self, asked: Message, layout: bytes) -> None:
         progress = self._progress()
-        self._said.clear()
+        self._messages.clear()
         self._digested = KnownDigests()
         try:
             body, payload = self._write(asked, layout, progress)
@@ -215,7 +215,7 @@ class WriteProcess:
             with contextlib.suppress(Abandoned):
                 deque(progress, 0)  # drain the rank's messages about this file
             body, payload = _error_message(error), memoryview(b"")
-        send(self._end, {**body, "said": list(self._said)}, payload)
+        send(self._end, {**body, "said": list(self._messages)}, payload)
 
     def _write(
         self, asked: Message, layout: bytes, progress: Iterator[int]
@@ -292,10 +292,10 @@ def _error_message(error: Exception) -> dict[str, Any]:
 class _LogBuffer(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(record.getMessage())
+        self.messages.append(record.getMessage())
 
 
 def main(arguments: list[str]) -> int:
@@ -311,7 +311,7 @@ def main(arguments: list[str]) -> int:
     logger.setLevel(logging.DEBUG)
     logger.addHandler(kept)
     with socket.socket(fileno=int(arguments[0])) as end:
-        WriteProcess(end, kept.said).serve()
+        WriteProcess(end, kept.messages).serve()
     return 0
 
 
