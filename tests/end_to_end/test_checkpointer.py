@@ -343,7 +343,7 @@ def test_a_keyword_that_is_neither_option_nor_object_is_refused(tmp_path):
 def test_a_reserved_keyword_is_refused_with_all_of_them(tmp_path, name):
     with pytest.raises(ConfigurationError, match=f"the name '{name}' is reserved") as refused:
         Checkpointer(tmp_path, **{name: nn.Linear(1, 1)})
-    every = "reserved are ddp, files, fsdp, gradients, loaders, rng"
+    every = "reserved are ddp, files, fsdp, gradients, imported, loaders, rng"
     assert refused.value.hint == f"choose another keyword; {every}"
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from trainckpt.state.captured import Captured, Saved
 
-PART = "tracked_runs"
+PART = "tracked runs"  # no keyword can be spelled so
 
 
 class TrackedRun(Protocol):
