@@ -36,6 +36,7 @@ from trainckpt.data.sampler import set_epoch
 from trainckpt.data.untracked import shield_all_loaders
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt_record import RUNNING
+from trainckpt.format.changes import choice_by_kind
 from trainckpt.format.exactness import How, Restored
 from trainckpt.format.names import check_tag
 from trainckpt.gc_pause import gc_paused
@@ -44,6 +45,7 @@ from trainckpt.ranks.boundary_gate import BoundaryGate
 from trainckpt.ranks.world import current_world
 from trainckpt.recording.recorder import recorder_from_environment
 from trainckpt.recording.script_files import tracked_files
+from trainckpt.resume import script_changes
 from trainckpt.resume.apply_phases import PhasedRestore
 from trainckpt.resume.crash_marker import CrashMarker
 from trainckpt.resume.report import seen_since
@@ -102,7 +104,9 @@ class Checkpointer:
         self._position = ProgressCounter(self.options.accumulate)
         self._loop_checks = self._position.checks
         has_peers = data_world is not None and data_world.size < self._world.size
-        self._registry = registry = Registry(has_peers=has_peers)
+        self._registry = registry = Registry(
+            has_peers=has_peers, choices=choice_by_kind(self.options.changed)
+        )
         self._hooks, self._timings, self._requests = Hooks(), Timings(), SaveRequests()
         estimator = SaveEstimator(self.options, registry, self._timings)
         self._files = tracked_files(registry, run)
@@ -315,7 +319,13 @@ class Checkpointer:
         self._loaders.append((loader, tracked))
         self._note(tracked.problems())
         self._position.watch_loader(tracked)
-        self._phased_restore.register_late(self._registry.loaders[-1], tracked if first else None)
+        changes = self._phased_restore.register_late(
+            self._registry.loaders[-1], tracked if first else None
+        )
+        if changes:
+            if self._world.rank == 0:
+                script_changes.log(changes)
+            self._note(script_changes.restored(changes))
         return tracked
 
     def track_file(self, file: Any) -> None:
@@ -482,6 +492,8 @@ class Checkpointer:
     def _at_window_end(self, attempt: Attempt) -> None:
         if attempt.survival is not None:
             attempt.survival.record(self._position.cursor)  # in case other ranks die
+        if attempt.windows is not None and not attempt.windows.is_over:
+            attempt.windows.reach(self._position.step, self._position.window)
         if self._position.step >= attempt.weight_check.due_step:
             attempt.weight_check.reach(self._position.step)
 

@@ -19,6 +19,8 @@ from trainckpt.attempt.record_writer import AttemptId, RecordWriter
 from trainckpt.attempt.status_files import CLAIMED, SUPERVISOR_VARIABLE
 from trainckpt.dumping.communicators import Communicators
 from trainckpt.dumping.lean_dump import LeanDump
+from trainckpt.errors import ConfigurationError
+from trainckpt.format.changes import RECORDED_CHANGES
 from trainckpt.gc_pause import gc_paused
 from trainckpt.inspect.load import put
 from trainckpt.ranks.store import RANKS_TIMEOUT_S, connect
@@ -27,6 +29,7 @@ from trainckpt.replicate import uploads
 from trainckpt.replicate.replicator import set_up, set_up_local
 from trainckpt.replicate.tier_uploader import TierUploader
 from trainckpt.replicate.uploads import ArenaFirstReader, UploadContext, Uploads
+from trainckpt.resume import script_changes
 from trainckpt.resume.candidate_order import KEEP_LAST
 from trainckpt.resume.init_from import InitialWeights, read_initial
 from trainckpt.resume.report import (
@@ -39,6 +42,7 @@ from trainckpt.resume.report import (
     said_by_objects,
 )
 from trainckpt.resume.resume import ResumePoint, begin, record_parent, record_refusal
+from trainckpt.resume.script_changes import ObservedWindows, given_by_script
 from trainckpt.resume.start_log import log_start
 from trainckpt.resume.weight_check import WeightCheck, recorded_digests
 from trainckpt.run_directory.tier_config import WHERE, TierConfig, where
@@ -129,6 +133,7 @@ class Attempt:
 
     Attributes:
         beginning: The attempt's starting point.
+        windows: Observer of the windows' length, on rank 0.
         survival: Setup for saves after other ranks die; None: no such saves.
     """
 
@@ -139,6 +144,7 @@ class Attempt:
     shutdown: Shutdown
     schedule: SaveSchedule
     weight_check: WeightCheck
+    windows: ObservedWindows | None = None
     survival: SurvivorSetup | None = None
 
 
@@ -164,6 +170,11 @@ def _begin(context: RankContext, mode: str) -> ResumePoint:
     if context.data_world is not None:
         for original, tracked in context.loaders:
             context.data_world.check(tracked.name, original)
+    if options.init_from is None and (options.only or options.rename is not None):
+        raise ConfigurationError(
+            "only and rename choose among the weights of init_from, which is not given",
+            hint='give init_from="RUN", or leave them out',
+        )
     recipients = encryption.check(options)
     context.registry.exclude(options.exclude)
     reach = TierSet(
@@ -189,6 +200,7 @@ def _begin(context: RankContext, mode: str) -> ResumePoint:
         context.listener.start(attempt, context.channel, stop_mode)
 
     with context.registry.unchanged():
+        given = given_by_script(context.registry, options, context.world.rank)
         capture(context.registry)  # refuse an unstorable state now, not at the first save
         return begin(
             tier=context.tier,
@@ -197,6 +209,7 @@ def _begin(context: RankContext, mode: str) -> ResumePoint:
             mode=mode,
             on_claimed=claimed,
             reach=reach,
+            given=given,
         )
 
 
@@ -281,6 +294,7 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
         shutdown=shutdown,
         schedule=schedule,
         weight_check=weight_check,
+        windows=_build_windows(context, beginning, record_writer, report),
         survival=survival,
     )
 
@@ -315,6 +329,17 @@ def _build_schedule(context: RankContext, beginning: ResumePoint) -> SaveSchedul
     )
 
 
+def _build_windows(
+    context: RankContext,
+    beginning: ResumePoint,
+    record_writer: RecordWriter,
+    report: ResumeReport,
+) -> ObservedWindows | None:
+    if context.world.rank or beginning.script is None:
+        return None
+    return ObservedWindows(beginning.script, record_writer, report, context.position.step)
+
+
 def _build_weight_check(
     context: RankContext,
     beginning: ResumePoint,
@@ -325,7 +350,9 @@ def _build_weight_check(
     manifest, is_first = beginning.manifest, context.world.rank == 0
     expected: dict[int, str] = {}
     is_same_layout = beginning.saved is not None and beginning.saved.exact
-    if is_first and manifest is not None and is_same_layout:
+    changes = beginning.script.changes if beginning.script is not None else ()
+    is_same_training = is_same_layout and not any(each.trains_otherwise for each in changes)
+    if is_first and manifest is not None and is_same_training:
         expected = recorded_digests(context.tier, manifest.name.attempt, manifest.cursor.step)
     return WeightCheck(
         registry=context.registry,
@@ -354,7 +381,7 @@ def _record_beginning(
         encryption.check_stays_encrypted(manifest, context.options)
     initial = _read_initial(context, beginning)
     parent = str(manifest.name) if manifest is not None else None
-    record_parent(context.channel, record_writer, parent, _facts(context, initial))
+    record_parent(context.channel, record_writer, parent, _facts(context, initial, beginning))
     if initial is not None:
         put(initial.loading)
     return initial
@@ -406,7 +433,9 @@ def _inexact_parts(
     """Return the parts that the snapshot cannot restore exactly; none at step 0."""
     if beginning.manifest is None:
         return []
+    changes = beginning.script.changes if beginning.script is not None else ()
     return [
+        *script_changes.restored(changes),
         *other_state(beginning, own_objects(context.registry)),
         *said_by_objects(context.registry, beginning),
         *not_deterministic(environment),
@@ -441,17 +470,29 @@ def _read_initial(context: RankContext, beginning: ResumePoint) -> InitialWeight
         return None
     begun_s = time.monotonic()
     try:
-        return read_initial(context.options.init_from, context.registry, context.channel)
+        return read_initial(
+            context.options.init_from,
+            context.registry,
+            context.channel,
+            only=context.options.only,
+            rename=context.options.rename,
+        )
     except BaseException as error:
         if context.world.rank == 0:
             record_refusal(context.tier, beginning.record, error, time.monotonic() - begun_s)
         raise
 
 
-def _facts(context: RankContext, initial: InitialWeights | None) -> dict[str, Any]:
-    """Return the options to store in the attempt's record."""
+def _facts(
+    context: RankContext, initial: InitialWeights | None, beginning: ResumePoint
+) -> dict[str, Any]:
+    """Return options, and what the script gives, to store in the attempt's record."""
     facts: dict[str, Any] = {KEEP_LAST: context.options.keep_last, WHERE: where(context.tier)}
     facts |= context.slower.to_facts()
+    if (script := beginning.script) is not None:
+        facts[script_changes.FACT] = dict(script.script)
+        if script.changes:
+            facts[RECORDED_CHANGES] = [each.to_json() for each in script.changes]
     if initial is not None:
         facts["init_from"] = initial.source
     if context.options.exclude:

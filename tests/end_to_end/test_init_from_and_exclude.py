@@ -105,6 +105,52 @@ def test_weights_that_do_not_fit_are_refused_with_all_differences_and_recorded(t
     assert record(tmp_path / "new", 2)["outcome"]["outcome"] == "finished"
 
 
+class Other(nn.Module):
+    """Another model: the first one's norm under another name, and a head of another shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.ModuleDict({"norm": nn.BatchNorm1d(3), "more": nn.Linear(3, 3)})
+        self.head = nn.Linear(3, 2)
+
+
+def test_a_part_is_loaded_into_another_model_under_other_names(tmp_path):
+    trained, _, _ = train(tmp_path / "old")
+    other, how = Other(), {"only": "trunk.norm.*", "rename": {"norm": "trunk.norm"}}
+    before = {name: t.clone() for name, t in other.state_dict().items()}
+    with trainckpt.Checkpointer(tmp_path / "new", model=other, init_from=tmp_path / "old", **how):
+        assert equal(other.trunk["norm"].state_dict(), trained.norm.state_dict())
+        rest = {n: t for n, t in other.state_dict().items() if not n.startswith("trunk.norm")}
+        assert equal(rest, {n: before[n] for n in rest})
+    again = Other()
+    trainckpt.load(tmp_path / "old", into=again, **how)
+    assert equal(again.trunk["norm"].state_dict(), trained.norm.state_dict())
+
+
+def test_a_part_that_does_not_fit_is_refused_by_name_and_nothing_is_loaded(tmp_path):
+    train(tmp_path / "old")
+    for how, error, message in [
+        ({"only": "head.*"}, StateMismatch, r"head.weight has shape \[1, 3\] in the snapshot, "),
+        (
+            {"only": "trunk.*", "rename": {"norm": "trunk.norm"}},
+            StateMismatch,
+            "trunk.more.bias is",
+        ),
+        ({"rename": {"norm": "trunk.norm"}}, StateMismatch, "model/frozen.weight is gone"),
+        ({"only": "nothing.*"}, ConfigurationError, "no tensor is called 'nothing.\\*'"),
+        ({"rename": {"nrom": "trunk.norm"}}, ConfigurationError, "begins with 'nrom'"),
+    ]:
+        other = Other()
+        before = {name: t.clone() for name, t in other.state_dict().items()}
+        with pytest.raises(error, match=message):
+            trainckpt.Checkpointer(
+                tmp_path / "new", model=other, init_from=tmp_path / "old", **how
+            ).resume("never")
+        assert equal(other.state_dict(), before)
+    with pytest.raises(ConfigurationError, match="init_from, which is not given"):
+        trainckpt.Checkpointer(tmp_path / "new", model=Other(), only="head.*").resume("never")
+
+
 # ---- exclude
 
 

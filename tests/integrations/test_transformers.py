@@ -285,7 +285,7 @@ def test_a_resume_lists_changed_arguments_with_the_value_that_counts(tmp_path, c
     training = Training(tmp_path, {}, tmp_path / "run", **now)
     training.train()
     assert "max_steps 6 then, 8 now (the new value counts, and the schedule of" in caplog.text
-    assert "optimizer: lr 0.1 then, 0.5 now. The saved value is used" in caplog.text
+    assert "learning rate optimizer lr 0.1 0.5 snapshot" in " ".join(caplog.text.split())
     assert "save_steps 500 then, 7 now: the new value counts, and changes nothing" in caplog.text
     assert training.trainer.state.global_step == 8
     assert training.trainer.optimizer.param_groups[0]["initial_lr"] == 0.1

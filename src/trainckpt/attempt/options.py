@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import START_AGAIN, ConfigurationError
+from trainckpt.format.changes import KINDS, Choices, parse_choices
 from trainckpt.format.duration import parse_duration
-from trainckpt.format.globs import parse_globs
+from trainckpt.format.globs import Rename, parse_globs, parse_rename
 from trainckpt.snapshot.redundancy import RedundancySpec, parse_redundancy
 
 if TYPE_CHECKING:
@@ -95,6 +96,9 @@ class Options:
         exit_code: Of `Stopped`: saved, start me again.
         resume: "auto", "required" or "never".
         init_from: "RUN[@SNAPSHOT]" whose weights a new run begins with; None: the script's own.
+        only: Globs of the tensors that `init_from` loads; none: all.
+        rename: Names in the snapshot of `init_from` -> names here; None: the same.
+        changed: Choices between the script's values and the snapshot's, where they differ.
         exclude: Globs of the models' tensors that are not saved.
         notices: Further sources of stop notices: "auto", or names, or none.
         requeue: "auto" asks Slurm to queue the job again after a stop by it; "never" does not.
@@ -121,6 +125,9 @@ class Options:
     exit_code: int
     resume: str
     init_from: str | None
+    only: tuple[str, ...]
+    rename: Rename | None
+    changed: Choices
     exclude: tuple[str, ...]
     notices: tuple[str, ...]
     requeue: str
@@ -323,6 +330,22 @@ TABLE: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
     "exit_code": (START_AGAIN, _number(1, 255), "a number from 1 to 255"),
     "resume": ("auto", _one_of("auto", "required", "never"), '"auto", "required" or "never"'),
     "init_from": (None, _text_or_none, '"RUN" or "RUN@SNAPSHOT", or "none"'),
+    "only": (
+        None,
+        _unless_none(parse_globs, ()),
+        'globs of what init_from loads, such as "encoder.*", with commas, or "none"',
+    ),
+    "rename": (
+        None,
+        _unless_none(parse_rename),
+        'beginnings of names, such as "blocks: encoder", with commas, a function, or "none"',
+    ),
+    "changed": (
+        None,
+        _unless_none(parse_choices, ()),
+        'such as "learning rate: script", with commas, or "none"; the kinds are '
+        + ", ".join(f"{kind} ({', '.join(allowed)})" for kind, allowed in KINDS.items()),
+    ),
     "exclude": (
         None,
         _unless_none(parse_globs, ()),

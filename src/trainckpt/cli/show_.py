@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.options import read_options
 from trainckpt.cli import list_, output
-from trainckpt.errors import ConfigurationError, UnusableSnapshot
+from trainckpt.errors import ConfigurationError, TrainckptError, UnusableSnapshot
+from trainckpt.format.changes import RECORDED_CHANGES, Change
 from trainckpt.format.names import SNAPSHOTS, split_target
 from trainckpt.format.shard_file import ITEM_BYTES
 from trainckpt.run_directory import run_tiers, run_url
+from trainckpt.snapshot import attempt_history
 from trainckpt.snapshot.decrypting_tier import DecryptingTier, KeyRing
 from trainckpt.snapshot.restore import Reader
 
@@ -44,6 +47,7 @@ def execute(arguments: argparse.Namespace) -> int:
     tensors = [
         _tensor(name, entry, shards.get(name, [])) for name, entry in manifest.tensors.items()
     ]
+    changes = _changes(tier, manifest)
     if arguments.json:
         output.document(
             {
@@ -57,10 +61,17 @@ def execute(arguments: argparse.Namespace) -> int:
                 "refers_to": [_file_to_json(file) for file in manifest.reached],
                 "tensors": tensors,
                 "unread": unread,
+                "changes": changes,
             }
         )
         return 0
     _print_facts(tier, candidate, manifest)
+    if changes:
+        output.table(
+            ("kind", "name", "snapshot", "script", "used"),
+            [tuple(change.values()) for change in changes],
+            title="the script had changed when this attempt resumed",
+        )
     output.table(
         ("tensor", "type", "shape", "stored", "placement", "files"),
         [_row(tensor, manifest.world) for tensor in tensors],
@@ -70,6 +81,15 @@ def execute(arguments: argparse.Namespace) -> int:
     for reason in unread:
         print(f"not read: {reason}")
     return 0
+
+
+def _changes(tier: Tier, manifest: Manifest) -> list[dict[str, str]]:
+    """Return the differences that the snapshot's attempt found when it resumed."""
+    with suppress(TrainckptError):
+        record = attempt_history.read_attempt(tier, manifest.name.attempt)
+        found = record.facts.get(RECORDED_CHANGES) if record is not None else None
+        return [Change.from_json(each).to_json() for each in found or () if isinstance(each, dict)]
+    return []
 
 
 def _shards(tier: Tier, manifest: Manifest) -> tuple[Shards, list[str]]:

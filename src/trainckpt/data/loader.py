@@ -46,7 +46,7 @@ from trainckpt.errors import ConfigurationError, StateMismatch
 from trainckpt.format.exactness import How, Restored
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from trainckpt.format.exactness import Report
 
@@ -295,10 +295,17 @@ class TrackedLoader:
             processes = None  # no batch of it is left to share: an evaluation loader, say
         return resharding.differences(self.name, state, self._source.resharder, processes)
 
-    def differences(self, state: dict[str, Any]) -> list[str]:
-        """Return each mismatch that makes a saved state inexact here, one sentence each."""
+    def differences(self, state: dict[str, Any], accepted: Collection[str] = ()) -> list[str]:
+        """Return each mismatch that makes a saved state inexact here, one sentence each.
+
+        Mismatches of the `accepted` facts are left out.
+        """
         facts = {**self._source.facts(), **self._lengths}
-        return state_differences.differences(self.name, state, self._source.kind, facts)
+        return state_differences.differences(self.name, state, self._source.kind, facts, accepted)
+
+    def changed_facts(self, state: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Return fact -> saved value and present one, of those that differ."""
+        return state_differences.changed(state, {**self._source.facts(), **self._lengths})
 
     def problems(self) -> list[Restored]:
         """Return the parts of this loader that cannot be exact."""

@@ -365,6 +365,7 @@ class LoaderSource:
             "drop_last": bool(loader.drop_last or getattr(batch_sampler, "drop_last", False)),
             "dataset length": length(loader.dataset),
             "sampler": type(index_sampler).__qualname__,
+            "index sampler": type(loader.sampler).__qualname__,
             "sampler length": length(index_sampler),
             "generators and seeds": sorted(
                 sampler.part_names(sampler.capture(self._loader, stateful=False))

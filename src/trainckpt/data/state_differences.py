@@ -6,21 +6,42 @@ Used by: loader.py, to refuse a resume or to name its exactness.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainckpt.data.stream_trials import TRIAL_BATCHES
 from trainckpt.format.exactness import How, Restored
 
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
-def differences(name: str, saved: dict[str, Any], kind: str, facts: dict[str, Any]) -> list[str]:
-    """Return each mismatch of a saved state, such as "train: num_workers was 2, is 4"."""
+
+def differences(
+    name: str,
+    saved: dict[str, Any],
+    kind: str,
+    facts: dict[str, Any],
+    accepted: Collection[str] = (),
+) -> list[str]:
+    """Return each mismatch of a saved state, such as "train: num_workers was 2, is 4".
+
+    Mismatches of the `accepted` facts are left out.
+    """
     if saved["kind"] != kind:
         return [f"{name}: the loader was of kind {saved['kind']}, is {kind}"]
     return [
-        f"{name}: {key} was {saved_value}, is {facts.get(key)}"
-        for key, saved_value in saved["facts"].items()
-        if saved_value != facts.get(key)
+        f"{name}: {key} was {then}, is {now}"
+        for key, (then, now) in changed(saved, facts).items()
+        if key not in accepted
     ]
+
+
+def changed(saved: dict[str, Any], facts: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return fact -> saved value and present one, of those that differ."""
+    return {
+        key: (then, facts.get(key))
+        for key, then in saved["facts"].items()
+        if then != facts.get(key)
+    }
 
 
 def restored(name: str, saved: dict[str, Any], *, in_place: bool) -> list[Restored]:

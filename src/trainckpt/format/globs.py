@@ -1,4 +1,4 @@
-"""Select tensors by glob. Pure; used by `load`, `export` and the option `exclude`.
+"""Select tensors by glob, and rename them. Pure; used by `load`, `export` and the option `exclude`.
 
 A glob with a `/` is matched with full names (`model/blocks.*`, `optimizer/*/exp_avg`), one without
 with the paths inside every model (`blocks.*.weight`, `*.bias`). `*` stands for any text, dots and
@@ -7,6 +7,7 @@ slashes too; `?` for one character; `[ab]` for one of those.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,75 @@ def select(globs: Iterable[str], known: Collection[str], models: Collection[str]
             )
         found |= hits
     return found
+
+
+Rename = Mapping[str, str] | Callable[[str], str | None]
+
+
+def parse_rename(value: Any) -> Rename:
+    """Parse "blocks: encoder, head: out", the same as a mapping, or a function.
+
+    Raises:
+        ValueError: it is none of these, or empty.
+    """
+    if callable(value):
+        return value  # type: ignore[no-any-return]
+    if isinstance(value, Mapping):
+        pairs = [(old, new) for old, new in value.items()]
+    else:
+        parts = [part.partition(":") for part in value.split(",")]
+        if not all(colon for _, colon, _ in parts):
+            raise ValueError(value)
+        pairs = [(old.strip(), new.strip()) for old, _, new in parts]
+    if not pairs or not all(isinstance(text, str) for pair in pairs for text in pair):
+        raise ValueError(value)
+    return dict(pairs)
+
+
+def renamed(known: Mapping[str, str], rename: Rename) -> dict[str, str]:
+    """Return new full name -> value of `known`, whose keys are full names.
+
+    Args:
+        known: Full name -> anything.
+        rename: Beginning of a path inside the models -> another one, of which the longest counts;
+            or a function from path to path, or to None for a name to leave out.
+
+    Raises:
+        ConfigurationError: a beginning is that of no path, or two tensors get one name.
+    """
+    found: dict[str, str] = {}
+    used: set[str] = set()
+    for full, value in known.items():
+        model, _, path = full.partition("/")
+        if callable(rename):
+            new = rename(path)
+        else:
+            fitting = [old for old in rename if _begins(path, old)]
+            used.update(fitting)
+            old = max(fitting, key=len, default=None)
+            rest = path if old is None else path[len(old.rstrip(".")) :].removeprefix(".")
+            new = ".".join(filter(None, (None if old is None else rename[old].rstrip("."), rest)))
+        if new is None:
+            continue
+        name = f"{model}/{new}"
+        if found.get(name, value) != value:
+            raise ConfigurationError(
+                f"rename gives {found[name]} and {value} the same name, {name}",
+                hint="let each tensor have a name of its own; a function may return None for one",
+            )
+        found[name] = value
+    unused = [] if callable(rename) else [old for old in rename if old not in used]
+    if unused:
+        raise ConfigurationError(
+            f"rename: no tensor of the snapshot begins with {unused[0]!r}",
+            hint=f"use {_near(unused[0], known)}",
+        )
+    return found
+
+
+def _begins(path: str, prefix: str) -> bool:
+    prefix = prefix.rstrip(".")
+    return not prefix or path == prefix or path.startswith(f"{prefix}.")
 
 
 def _near(glob: str, known: Collection[str]) -> str:

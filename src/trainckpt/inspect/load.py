@@ -15,13 +15,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from torch import nn
 
 from trainckpt.attempt.log import logger
 from trainckpt.errors import ConfigurationError, StateMismatch
-from trainckpt.format.globs import matches, parse_globs, select
+from trainckpt.format.globs import Rename, matches, parse_globs, renamed, select
 from trainckpt.inspect.contents import Contents, models_in, with_tied
 from trainckpt.ranks.world import current_world
 from trainckpt.run_directory.run_tiers import open_source
@@ -41,6 +41,13 @@ if TYPE_CHECKING:
     from trainckpt.ranks.world import World
 
 Globs = tuple[str, ...]
+
+
+class _Part(NamedTuple):
+    """The tensors to load: those matched by globs, or all; under other names than in the file."""
+
+    globs: Globs
+    rename: Rename | None
 
 
 @dataclass(frozen=True)
@@ -63,23 +70,27 @@ def load(
     run_or_snapshot: str | os.PathLike[str],
     into: None = None,
     only: str | Sequence[str] | None = None,
+    rename: None = None,
 ) -> dict[str, torch.Tensor]: ...
 @overload
 def load(
     run_or_snapshot: str | os.PathLike[str],
     into: nn.Module | Mapping[str, Any],
     only: str | Sequence[str] | None = None,
+    rename: Rename | None = None,
 ) -> None: ...
 def load(
     run_or_snapshot: str | os.PathLike[str],
     into: nn.Module | Mapping[str, Any] | None = None,
     only: str | Sequence[str] | None = None,
+    rename: Rename | None = None,
 ) -> dict[str, torch.Tensor] | None:
     """Read a snapshot without resuming, whatever the layout in which it was saved.
 
         weights = trainckpt.load("runs/gpt@best", only="blocks.*")   # dict of whole CPU tensors
         trainckpt.load("runs/gpt", into=model)                       # the model alone
         trainckpt.load("runs/gpt@s1200", into={"model": model, "optimizer": optimizer})
+        trainckpt.load("runs/gpt", into=other, only="encoder.*", rename={"blocks": "encoder"})
 
     Args:
         run_or_snapshot: "RUN", "RUN@s1200", "RUN@tag" or "RUN@latest"; "RUN" is the latest.
@@ -92,6 +103,10 @@ def load(
             ("optimizer/*/exp_avg"), else the paths inside the models ("blocks.*.weight"); `*`
             stands for dots and slashes too. With `into` they choose tensors of models, and the
             others stay as they are.
+        rename: For `into` with other names than the snapshot's: a dict from the beginning of a
+            path inside the models to the one it has here ("blocks" -> "encoder", whole parts
+            only), or a function from path to path, or to None for a tensor to leave out. `only`
+            then means the names here.
 
     Returns:
         Without `into`, full name ("model/blocks.0.weight") -> whole tensor on the CPU in its saved
@@ -108,26 +123,29 @@ def load(
     globs = _globs(only)
     world = current_world()
     if into is None:
+        if rename is not None:
+            raise ConfigurationError(
+                "rename is for loading into a model", hint="give into=, or rename the dict's keys"
+            )
         return _tensors(contents, globs, world)
-    put(read_into(contents, into, globs, world))
+    put(read_into(contents, into, world, globs, rename))
     return None
 
 
-def read_into(contents: Contents, into: Any, globs: Globs, world: World) -> SelectiveLoad:
+def read_into(
+    contents: Contents, into: Any, world: World, globs: Globs = (), rename: Rename | None = None
+) -> SelectiveLoad:
     """Read and compare all tensors needed by `into`; errors as `load`."""
     donor = world.rank % contents.manifest.world
     values = contents.values(donor)
     registry = _register(contents, values, into)
     own = {name: values[name] for name in registry.names()}
+    if globs or rename is not None:
+        return _read_part(contents, registry, own, world, _Part(globs, rename))
     entries: Mapping[str, TensorEntry] = contents.manifest.tensors
     if imported.source(values):
         own, entries = imported.fit(own, entries, registry)
     targets = find_targets(registry, own, entries, world=world.size, then=contents.manifest.world)
-    only: dict[str, torch.Tensor] | None = None
-    stored: set[str] = set()
-    if globs:
-        only, stored = _choose(contents, registry, values, globs)
-        targets.wanted = {n: box for n, box in targets.wanted.items() if n in stored}
     _refuse(contents, targets.problems)
     saved = Saved(
         contents.read_boxes(targets.wanted, donor),
@@ -138,17 +156,57 @@ def read_into(contents: Contents, into: Any, globs: Globs, world: World) -> Sele
         is_own=donor == world.rank,
         worlds=(contents.manifest.world, world.size),
     )
-    if only is None:
-        left = {n for model in registry.models for n in model.left_out(own, entries)}
-        saved = replace(saved, left=frozenset(left))
-        if left:
-            logger.warning(
-                "not in %s, excluded, so left as they are: %s",
-                contents.source,
-                ", ".join(sorted(left)),
-            )
-    found = apply.differences(registry, saved) if only is None else compare(only, stored, saved)
-    _refuse(contents, found)
+    left = {n for model in registry.models for n in model.left_out(own, entries)}
+    saved = replace(saved, left=frozenset(left))
+    if left:
+        logger.warning(
+            "not in %s, excluded, so left as they are: %s",
+            contents.source,
+            ", ".join(sorted(left)),
+        )
+    _refuse(contents, apply.differences(registry, saved))
+    return SelectiveLoad(registry, saved)
+
+
+def _read_part(
+    contents: Contents, registry: Registry, own: Mapping[str, Any], world: World, part: _Part
+) -> SelectiveLoad:
+    """Read the chosen tensors of models, under the names that they have here."""
+    models = [model.name for model in registry.models]
+    others = sorted(set(registry.names()) - set(models))
+    if others:
+        raise ConfigurationError(
+            f"only and rename choose among tensors of models; {', '.join(others)} can only be "
+            "loaded whole",
+            hint="load them by a call of their own, without only and rename",
+        )
+    known = with_tied(contents.names, own)
+    known = {name: known[name] for name in known if name.partition("/")[0] in models}
+    if part.rename is not None:
+        known = renamed(known, part.rename)
+    live = {name: t for model in registry.models for name, t in model.tensors().items()}
+    meant = set(live)
+    chosen = set(known) - {
+        f"{name}/{path}" for name in models for path in own[name].get("transient", ())
+    }
+    if part.globs:
+        chosen = select(part.globs, known, models)
+        meant = {n for n in live if any(matches(glob, n, models) for glob in part.globs)}
+    # A tied tensor has several names, and perhaps not all of them here.
+    tensors, of_live = {known[n] for n in chosen}, {known[n] for n in live if n in known}
+    only = {n: live[n] for n in live if n in meant or known.get(n) in tensors}
+    stored = {n for n in chosen if known[n] not in of_live} | (only.keys() & known.keys())
+    entries = {name: contents.manifest.tensors[known[name]] for name in stored}
+    donor, then = world.rank % contents.manifest.world, contents.manifest.world
+    wanted = find_targets(registry, {}, entries, world=world.size, then=then).wanted
+    boxes = {known[name]: box for name, box in wanted.items()}
+    read = contents.read_boxes(boxes, donor)
+    saved = Saved(
+        {name: read[known[name]] for name in wanted},
+        {},
+        shapes={name: entry.shape for name, entry in entries.items()},
+    )
+    _refuse(contents, compare(only, stored, saved))
     return SelectiveLoad(registry, saved, only)
 
 
@@ -195,25 +253,6 @@ def _register(contents: Contents, values: dict[str, Any], into: Any) -> Registry
     tracked = sorted(values.keys() - RESERVED)
     _refuse(contents, [f"{name} is not in the snapshot, which has {tracked}" for name in unknown])
     return registry
-
-
-def _choose(
-    contents: Contents, registry: Registry, values: dict[str, Any], globs: Globs
-) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """Return the live tensors matched by the globs, and the stored ones."""
-    models = [model.name for model in registry.models]
-    others = sorted(set(registry.names()) - set(models))
-    if others:
-        raise ConfigurationError(
-            f"only chooses among tensors of models; {', '.join(others)} can only be loaded whole",
-            hint="load them by a call of their own, without only",
-        )
-    known = with_tied(contents.names, values)
-    known = {name: known[name] for name in known if name.partition("/")[0] in models}
-    stored = {known[name] for name in select(globs, known, models)}
-    live = {name: t for model in registry.models for name, t in model.tensors().items()}
-    meant = (n for n in live if any(matches(glob, n, models) for glob in globs))
-    return {name: live[name] for name in {*meant, *stored} if name in live}, stored
 
 
 def _refuse(contents: Contents, differences: Sequence[str]) -> None:

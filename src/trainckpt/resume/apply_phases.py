@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from trainckpt.attempt.progress_counter import ProgressCounter
     from trainckpt.data.loader import TrackedLoader
+    from trainckpt.format.changes import Change
     from trainckpt.state.adapters.loader import LoaderState
     from trainckpt.state.captured import Saved
     from trainckpt.state.registry import Registry
@@ -115,11 +116,14 @@ class PhasedRestore:
         self.under_way = self.to_come = True
         self._continue_at(loader)
 
-    def register_late(self, state: LoaderState, loader: TrackedLoader | None) -> None:
-        """Continue a loader registered after resuming; `loader` if the boundary is inside it."""
+    def register_late(self, state: LoaderState, loader: TrackedLoader | None) -> list[Change]:
+        """Continue a loader registered after resuming; `loader` if the boundary is inside it.
+
+        Returns what the script gives it otherwise than when it was saved.
+        """
         saved = self._saved
         if saved is None or state.name not in saved.values.get(LOADERS, ()):
-            return
+            return []
         differences = state.differences(saved)
         if differences:
             raise StateMismatch(
@@ -127,8 +131,10 @@ class PhasedRestore:
                 differences,
                 hint=apply.OTHER_DATA,
             )
+        changes = state.changes(saved)
         state.apply(saved)
         self._continue_at(loader)
+        return changes
 
     def reach(self, *, evaluation: int, has_loader: bool) -> ResumeDrift:
         """Handle a boundary: the entry of evaluation number `evaluation`, or 0 for training.

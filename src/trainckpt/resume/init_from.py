@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError
 from trainckpt.inspect.contents import Contents, models_in
-from trainckpt.inspect.load import SelectiveLoad, read_into
+from trainckpt.inspect.load import Globs, SelectiveLoad, read_into
 from trainckpt.ranks.store import RANKS_TIMEOUT_S, gather_or_raise
 from trainckpt.run_directory.run_tiers import open_source
 
 if TYPE_CHECKING:
+    from trainckpt.format.globs import Rename
     from trainckpt.ranks.store import RankStore
     from trainckpt.state.registry import Registry
 
@@ -28,13 +29,22 @@ class InitialWeights:
     loading: SelectiveLoad
 
 
-def read_initial(target: str, registry: Registry, channel: RankStore) -> InitialWeights:
+def read_initial(
+    target: str,
+    registry: Registry,
+    channel: RankStore,
+    *,
+    only: Globs = (),
+    rename: Rename | None = None,
+) -> InitialWeights:
     """Read initial values for the tracked models. Every rank calls it; nothing live is touched.
 
     Args:
         target: "RUN" or "RUN@SNAPSHOT".
         registry: Its models are loaded by name; with one model on each side the names may differ.
         channel: Fresh keys of this Checkpointer.
+        only: Globs of the tensors to load, by their names here; none: all.
+        rename: Names in the snapshot -> names here; None: they are the same.
 
     Raises:
         NothingToResume, UnusableSnapshot, StateMismatch, ConfigurationError: on every rank alike.
@@ -43,7 +53,7 @@ def read_initial(target: str, registry: Registry, channel: RankStore) -> Initial
 
     def read() -> str:
         contents = Contents(open_source(target))
-        loads.append(read_into(contents, _objects(contents, registry), (), channel.world))
+        loads.append(read_into(contents, _objects(contents, registry), channel.world, only, rename))
         return str(contents.source)
 
     named = gather_or_raise(channel, "initial weights", read, RANKS_TIMEOUT_S)

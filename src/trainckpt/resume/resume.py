@@ -39,9 +39,10 @@ from trainckpt.format.names import SnapshotName
 from trainckpt.ranks import store
 from trainckpt.ranks.store import RANKS_TIMEOUT_S, gather_or_raise
 from trainckpt.resume import candidate_order as choices
-from trainckpt.resume import crash_marker
+from trainckpt.resume import crash_marker, script_changes
 from trainckpt.resume.candidate import read_candidate
 from trainckpt.resume.scavenge import scavenge
+from trainckpt.resume.script_changes import ScriptChanges
 from trainckpt.run_directory.tier_set import TierSet, catch_up
 from trainckpt.run_directory.validate import (
     RankLocation,
@@ -117,6 +118,7 @@ class ResumePoint:
         refused: Snapshot -> reason for passing it over.
         why_fresh: Reason for a start at step 0, if any.
         lost: Micro-batches that earlier attempts trained after that snapshot; None if unknown.
+        script: What the script gives, and how it differs from what the snapshot had.
     """
 
     run: str
@@ -127,6 +129,7 @@ class ResumePoint:
     refused: Mapping[str, str] | None = None
     why_fresh: str = ""
     lost: int | None = None
+    script: ScriptChanges | None = None
 
     @property
     def cursor(self) -> Cursor | None:
@@ -151,6 +154,7 @@ def begin(
     mode: str,
     on_claimed: Callable[[AttemptRecord], None] = lambda _: None,
     reach: TierSet | None = None,
+    given: Mapping[str, Any] | None = None,
 ) -> ResumePoint:
     """Choose and read the snapshot this attempt begins from. Every rank calls it.
 
@@ -162,6 +166,7 @@ def begin(
         on_claimed: Called with the attempt's record before anything is read: notices are received
             from then on, and all ranks are known to be there.
         reach: The slower tiers to search too.
+        given: What the script gives, from `script_changes`; None: it is not compared.
 
     Raises:
         NothingToResume, NoUsableSnapshot, TierUnavailable, StateMismatch: on every rank alike.
@@ -186,7 +191,8 @@ def begin(
     )[0]
     record = AttemptRecord(agreed["attempt"], facts=facts)
     on_claimed(record)
-    beginning = ResumePoint(agreed["run"], record, why_fresh=agreed["why_fresh"])
+    script = None if given is None else ScriptChanges(given)
+    beginning = ResumePoint(agreed["run"], record, why_fresh=agreed["why_fresh"], script=script)
     try:
         tiers = reach.open(agreed["tiers"])
         return _try_in_order(
@@ -369,6 +375,16 @@ def _try_in_order(
         )
         if not read.reasons:
             lost = agreed["lost"].get(str(name))
+            if beginning.script is not None and read.saved is not None:
+                script = script_changes.settle(
+                    tier=tier,
+                    channel=part,
+                    registry=registry,
+                    saved=read.saved,
+                    name=name,
+                    given=beginning.script.script,
+                )
+                beginning = replace(beginning, script=script)
             begun = replace(
                 beginning,
                 manifest=read.manifest,

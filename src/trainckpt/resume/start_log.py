@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from trainckpt.attempt import launch
 from trainckpt.attempt.log import logger
 from trainckpt.attempt.options import misspelled_variables
+from trainckpt.resume import script_changes
 from trainckpt.resume.resume import still_alive
 
 if TYPE_CHECKING:
@@ -34,7 +35,9 @@ def log_start(
 ) -> None:
     """Log the resume point, its exactness, and the choices that the user cannot see."""
     _log_resume_point(tier, beginning, exactness)
-    _log_optimizers(registry)
+    if beginning.script is not None:
+        script_changes.log(beginning.script.changes)
+    _log_added_groups(registry)
     for sentence in misspelled_variables(os.environ):
         logger.warning(sentence)
     if initial is not None:
@@ -68,17 +71,8 @@ def _log_resume_point(tier: RunTier, beginning: ResumePoint, exactness: Exactnes
         logger.info("not bitwise: %s", reason)
 
 
-def _log_optimizers(registry: Registry) -> None:
-    """Log the values and groups of optimizers that the snapshot holds and the script does not."""
-    for optimizer in registry.optimizers:
-        if optimizer.changed:
-            logger.warning(
-                "%s: %s. The saved value is used, unless the script sets it during training. "
-                "For the new value, set it in the loop, once a batch is there, or begin a new run "
-                "with init_from",
-                optimizer.name,
-                ", ".join(optimizer.changed[:5]),
-            )
+def _log_added_groups(registry: Registry) -> None:
+    """Log the groups of optimizers that the snapshot holds and the script does not."""
     for optimizer in registry.optimizers:
         if optimizer.added:
             logger.debug(

@@ -13,6 +13,7 @@ from torch import nn
 
 from trainckpt.data.state_dict_methods import refuse_arguments
 from trainckpt.errors import ConfigurationError
+from trainckpt.format.changes import choice_by_kind
 from trainckpt.format.exactness import How, Restored
 from trainckpt.format.globs import select
 from trainckpt.state import (
@@ -55,7 +56,7 @@ from trainckpt.state.object_values import ObjectValues
 from trainckpt.state.plain_tensors import PlainTensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from trainckpt.data.loader import TrackedLoader
     from trainckpt.state.adapters.tracked_run import TrackedRun
@@ -89,10 +90,14 @@ class Registry:
         as_saved: DDP wrappers that add gradients as the resume's snapshot says.
         is_over: Training has ended; the script may have set the models to evaluation.
         has_peers: Several ranks train the same samples, and must draw the same for them.
+        choices: Kind of change -> the value that counts at a resume, as in `format.changes`.
     """
 
-    def __init__(self, *, has_peers: bool = False) -> None:
+    def __init__(
+        self, *, has_peers: bool = False, choices: Mapping[str, str] | None = None
+    ) -> None:
         self.has_peers = has_peers
+        self.choices = choice_by_kind() if choices is None else choices
         self.is_over = False
         self.models: list[ModelState] = []
         self.optimizers: list[OptimizerState] = []
@@ -229,7 +234,7 @@ class Registry:
     def add_loader(self, name: str, loader: TrackedLoader, wrapped: Any) -> None:
         """Track a loader under `name`; `wrapped` is the user's own object."""
         self._claim(name, wrapped)
-        self.loaders.append(LoaderState(name, loader))
+        self.loaders.append(LoaderState(name, loader, self.choices))
 
     def tracked_places(self) -> set[tuple[int, str]]:
         """Return the id of each object with attributes tracked by `Attributes`, and their names."""

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainckpt.format import json_io
+from trainckpt.format.changes import LEARNING_RATE, OPTIMIZER, SCRIPT, WEIGHT_DECAY, Change
 from trainckpt.format.exactness import How, Restored
-from trainckpt.state import dtensor
+from trainckpt.state import dtensor, values
 from trainckpt.state.capture_cache import KnownTensors
 from trainckpt.state.parallel_copy import CopyBatch
 from trainckpt.state.values import UnknownValue
@@ -31,6 +32,13 @@ if TYPE_CHECKING:
     from trainckpt.state.captured import Captured, Saved
 
 
+# Kinds of options, in `format.changes`.
+_KINDS = {
+    "lr": LEARNING_RATE,
+    "max_lr": LEARNING_RATE,  # OneCycleLR and CyclicLR keep these two in the groups
+    "min_lr": LEARNING_RATE,
+    "weight_decay": WEIGHT_DECAY,
+}
 # Their state_dict has nothing besides state and param_groups.
 _PLAIN_PACKAGES = ("torch.optim.", "accelerate.")
 # Their state_dict has one number more, saved here: module -> (attribute, the number's name in it).
@@ -42,10 +50,8 @@ class OptimizerState:
 
     Attributes:
         added: Number of groups added by a resume.
-        changed: Options set differently by the script now: "lr 0.1 then, 0.2 now". The snapshot's
-            values apply.
-        undone: The same for options that the script set between the resume and its boundary,
-            "lr 0.2 set, 0.1 saved". The snapshot's values apply to them too.
+        undone: Options that the script set between the resume and its boundary: "lr 0.2 set, 0.1
+            saved". The saved values apply.
         implied: Tracked because another tracked object steps by it. Snapshots of older releases
             lack it.
     """
@@ -57,7 +63,6 @@ class OptimizerState:
         self.optimizer = optimizer
         self.implied = implied
         self.added = 0
-        self.changed: list[str] = []
         self.undone: list[str] = []
         self._made = [_made(group) for group in optimizer.param_groups]
         self._put: dict[tuple[int, Any], torch.Tensor] = {}  # by the last `apply`
@@ -199,6 +204,46 @@ class OptimizerState:
                 )
         return found
 
+    def changes(self, saved: Saved, choices: Mapping[str, str]) -> list[Change]:
+        """Return the options that the script gives otherwise now. Call it before `apply`."""
+        groups: dict[tuple[str, Any, Any], list[int]] = {}
+        for number, key, then, now in _changed(self._made_then(saved), self._made):
+            groups.setdefault((key, then, now), []).append(number)
+        found = []
+        for (key, then, now), numbers in groups.items():
+            is_of_all = len(numbers) == len(self._made)
+            of = "" if is_of_all else f" of group {', '.join(map(str, numbers))}"
+            kind = _KINDS.get(key, OPTIMIZER)
+            name = f"{self.name} {key}{of}"
+            found.append(Change(kind, name, str(then), str(now), choices[kind]))
+        return found
+
+    def take_from_script(
+        self, saved: Saved, choices: Mapping[str, str]
+    ) -> dict[int, tuple[float, float]]:
+        """Put the script's options into `saved`, where they count. Call it before `apply`.
+
+        A schedule has moved the learning rate: the moved one is scaled.
+
+        Returns:
+            Group -> learning rate of the snapshot's script, and of this one.
+        """
+        stored, rates = saved.values[self.name], {}
+        for number, key, then, now in _changed(self._made_then(saved), self._made):
+            if choices[_KINDS.get(key, OPTIMIZER)] != SCRIPT:
+                continue
+            options, given = stored["groups"][number]["options"], {key: now}
+            if key == "lr":
+                rates[number] = (then, now)
+                given = {"initial_lr": now, key: scaled(saved.decode(options)[key], then, now)}
+            _put_options(options, given)
+            _put_options(stored["made"][number], {key: now})
+        return rates
+
+    def _made_then(self, saved: Saved) -> list[dict[str, Any]]:
+        stored = saved.values.get(self.name, {})
+        return saved.decode(stored["made"]) if "made" in stored else []
+
     def add_groups(self, saved: Saved, parameters: Mapping[str, torch.Tensor]) -> None:
         """Add the snapshot's groups not made yet by the script; `parameters` by full name."""
         missing = saved.values[self.name]["groups"][len(self.optimizer.param_groups) :]
@@ -215,14 +260,17 @@ class OptimizerState:
     def apply(self, saved: Saved, names: Mapping[int, str]) -> None:
         """Restore groups and per-parameter state, each tensor with its saved type."""
         stored = saved.values[self.name]
-        if "made" in stored and not self.changed:
-            then = saved.decode(stored["made"])
-            self.changed = _changed(then, self._made, "then", "now")
-            self._made = then  # the next resume reports it too
+        if "made" in stored:
+            self._made = saved.decode(stored["made"])  # the next resume reports changes too
         if saved.is_again:
             own = [_options(group) for group in self.optimizer.param_groups]
             restored = [saved.decode(group["options"]) for group in stored["groups"]]
-            self.undone = _changed(own, restored, "set", "saved")
+            self.undone = [
+                f"{key} {old} set, {new} saved"
+                for key, old, new in dict.fromkeys(
+                    (key, old, new) for _, key, old, new in _changed(own, restored)
+                )
+            ]
         for name, parameter in self.untracked(names).items():
             dtensor.local(parameter).copy_(saved.tensors[name])
         for group, then in zip(self.optimizer.param_groups, stored["groups"], strict=True):
@@ -231,6 +279,8 @@ class OptimizerState:
                 live = group.get(key)
                 if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
                     live.copy_(value)  # schedulers and graphs may refer to this very tensor
+                elif isinstance(live, torch.Tensor) and isinstance(value, (int, float)):
+                    live.fill_(value)  # taken from the script
                 else:
                     group[key] = value
         self._apply_state(saved, names)
@@ -360,16 +410,28 @@ def _is_number(value: Any) -> bool:
 
 
 def _changed(
-    then: list[dict[str, Any]], now: list[dict[str, Any]], old_word: str, new_word: str
-) -> list[str]:
-    """Return "lr 0.1 then, 0.2 now" for each changed number among the groups' options, once."""
-    found = [
-        f"{key} {old[key]} {old_word}, {new[key]} {new_word}"
-        for old, new in zip(then, now, strict=False)
+    then: list[dict[str, Any]], now: list[dict[str, Any]]
+) -> list[tuple[int, str, Any, Any]]:
+    """Return group, name, old and new value of each changed number among the groups' options."""
+    return [
+        (number, key, old[key], new[key])
+        for number, (old, new) in enumerate(zip(then, now, strict=False))
         for key in old
         if key in new and _is_number(old[key]) and _is_number(new[key]) and old[key] != new[key]
     ]
-    return list(dict.fromkeys(found))
+
+
+def scaled(rate: Any, then: float, now: float) -> float:
+    """Return a learning rate moved from `then` by a schedule, moved from `now` instead."""
+    rate = float(rate)
+    return now if rate == then or not then else rate * (now / then)
+
+
+def _put_options(tree: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Set options in an encoded group, those that it has."""
+    for pair in tree["of"]:
+        if pair[0] in options:
+            pair[1] = values.encode(options[pair[0]], pair[0], lambda path, _: path)
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
