@@ -2,10 +2,11 @@
 
     python examples/lora_gpt.py
     torchrun --nproc-per-node 2 -- examples/lora_gpt.py
+    pip install peft; python examples/lora_gpt.py --peft --run runs/peft_gpt
 
 Stop it where you like and start the same command again: it goes on at the exact micro-batch. The
 frozen weights are saved too, so that a resume needs nothing else; `exclude="model/*.frozen.*"`
-would leave them out.
+(`*.base_layer.*` with peft) would leave them out.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class LoRA(nn.Module):
         return self.frozen(x) + self.up(self.down(x))
 
 
-def adapt(gpt: nn.Module, rank: int) -> nn.Module:
+def adapt_by_hand(gpt: nn.Module, rank: int) -> nn.Module:
     """Freeze everything, then put a LoRA in place of each block's linear layers."""
     gpt.requires_grad_(False)
     for block in gpt.blocks:
@@ -46,11 +47,21 @@ def adapt(gpt: nn.Module, rank: int) -> nn.Module:
     return gpt
 
 
+def adapt_by_peft(gpt: nn.Module, rank: int) -> nn.Module:
+    """The same by the library peft, with dropout before the matrices."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=rank, target_modules=["qkv", "out"], lora_dropout=0.1)
+    return get_peft_model(gpt, config)  # trainckpt needs nothing of peft: this is a module
+
+
 def main() -> None:
     """Build everything, resume if there is something to resume, train."""
     parser = flags.parser(__doc__, run="runs/lora_gpt")
     parser.add_argument("--rank", type=int, default=4, help="of the matrices (%(default)s)")
+    parser.add_argument("--peft", action="store_true", help="adapt by the library peft")
     args = flags.parse(parser)
+    adapt = adapt_by_peft if args.peft else adapt_by_hand
     size = SIZES[args.size]
     with flags.process_group(args) as rank:
         flags.seed_everything(args.seed)

@@ -21,9 +21,13 @@ NOISE = 0.05  # share of a crop's characters that are replaced
 
 
 def stdlib_text() -> np.ndarray:
-    """The stdlib's top-level modules as uint8 vocabulary ids; other characters become '?'."""
+    """The stdlib's top-level modules as uint8 vocabulary ids."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    text = b"\n".join(file.read_bytes() for file in files)[:LONGEST]
+    return encode(b"\n".join(file.read_bytes() for file in files)[:LONGEST])
+
+
+def encode(text: bytes) -> np.ndarray:
+    """Text as uint8 vocabulary ids; other characters become '?'."""
     ids = np.full(256, VOCABULARY.index("?"), dtype=np.uint8)
     ids[np.frombuffer(VOCABULARY.encode(), dtype=np.uint8)] = np.arange(len(VOCABULARY))
     return ids[np.frombuffer(text, dtype=np.uint8)]

@@ -17,12 +17,20 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS, ACCUMULATE, STRIKE_AT = 3, 3, 4  # one micro-batch into the second window
 
 
+def flags_of(name, place):
+    """The flags that make an example of this name short, with all its files in `place`."""
+    flags = ["--run", place / "run", "--trace", place / "trace"]
+    if name == "rl_dqn":
+        return [*flags, "--steps", 40]  # longer than an episode, so that some end
+    flags += ["--steps", STEPS, "--accumulate", ACCUMULATE, "--workers", 0]
+    return [*flags, "--logs", place / "logs"] if name == "stream_gpt" else flags
+
+
 def run(example, place, strike_at=None):
     """One attempt of the example's `main`, its run and its trace in `place`."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
-    flags = ["--steps", STEPS, "--accumulate", ACCUMULATE, "--workers", 0]
-    argv = [example.__name__, "--run", place / "run", "--trace", place / "trace", *flags]
+    argv = [example.__name__, *flags_of(example.__name__, place)]
     sys.argv = [str(part) for part in argv]
     with Struck(strike_at):
         example.main()
