@@ -322,6 +322,38 @@ def test_what_cannot_be_imported_is_78(make, why, tmp_path, capsys):
     assert why in capsys.readouterr().err
 
 
+def damaged(path, kind):
+    import torch.distributed.checkpoint as dcp
+
+    model = Model().state_dict()
+    if kind in ("metadata", "no data"):
+        dcp.save(model, checkpoint_id=path)
+        if kind == "no data":
+            next(path.glob("*.distcp")).unlink()
+            return path
+    elif kind == "safetensors":
+        path = path.with_suffix(".safetensors")
+        save_file({"a": torch.ones(3000)}, path)
+    elif kind == "torch":
+        torch.save(model, path)
+    else:
+        loops = {"pytorch-lightning_version": "2", "state_dict": model, "loops": [1]}
+        torch.save(loops, path)
+        return path
+    file = path / ".metadata" if path.is_dir() else path
+    file.write_bytes(file.read_bytes()[:-700])
+    return path
+
+
+@pytest.mark.parametrize("kind", ["metadata", "no data", "safetensors", "torch", "lightning"])
+def test_a_damaged_source_is_65_and_leaves_no_run(kind, tmp_path, capsys):
+    source = damaged(tmp_path / "source", kind)
+    assert main(["import", str(source), str(tmp_path / "run")]) == 65
+    assert str(source) in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert [path.name for path in tmp_path.iterdir()] == [source.name]
+
+
 def test_an_imported_run_is_encrypted_on_request(tmp_path, capsys, monkeypatch):
     identity = keys.generate()
     keys.write_identity(tmp_path / "me.key", identity)

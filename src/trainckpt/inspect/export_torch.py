@@ -226,6 +226,9 @@ def mapped(tensor: torch.Tensor, path: Path, *, copied: bool = True) -> torch.Te
     """Return the tensor in a mapped file, with a storage of its own; or only the space for it."""
     if not tensor.nbytes:
         return torch.empty_like(tensor, device="cpu")
+    with translated("write", path), path.open("xb") as file:
+        if hasattr(os, "posix_fallocate"):  # a full disk is an error here, not a signal later
+            os.posix_fallocate(file.fileno(), 0, tensor.nbytes)
     kept = torch.from_file(str(path), shared=True, size=tensor.numel(), dtype=tensor.dtype)
     kept = kept.view(tensor.shape)
     return kept.copy_(tensor) if copied else kept

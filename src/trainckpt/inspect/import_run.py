@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainckpt.encryption import encrypted_file, keys
-from trainckpt.errors import ConfigurationError, SaveFailed
+from trainckpt.errors import ConfigurationError, UnusableSnapshot
 from trainckpt.format.attempt_record import ENDED, STOPPED, AttemptRecord
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.manifest import Manifest, TensorEntry
@@ -194,7 +194,7 @@ def _optimizer(name: str, tree: Mapping[str, Any], out: Captured) -> dict[str, A
     state = {}
     for parameter, items in tree["state"].items():
         if not isinstance(items, dict):
-            raise SaveFailed(f"{name} keeps a {type(items).__qualname__} for {parameter}")
+            raise UnusableSnapshot(f"{name} keeps a {type(items).__qualname__} for {parameter}")
         path = f"{name}/{named(parameter)}"
         state[named(parameter)] = [
             [out.encode(key, name), out.encode(value, f"{path}/{key}", GROUP)]

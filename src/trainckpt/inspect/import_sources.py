@@ -93,6 +93,21 @@ def open_checkpoint(source: Path, scratch: Path) -> ImportedState:
     """
     if not source.exists():
         raise ConfigurationError(f"{source} does not exist", hint="name a file or a folder")
+    try:
+        found = _open(source, scratch)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise UnusableSnapshot(
+            f"{source} is not laid out as its format is: {type(error).__name__}: {_first(error)}"
+        ) from error
+    if not found.models:
+        raise ConfigurationError(
+            f"{source} holds no model: {', '.join(found.left) or 'nothing at all'}",
+            hint="a model is a dict of tensors, alone or under a key of its own",
+        )
+    return found
+
+
+def _open(source: Path, scratch: Path) -> ImportedState:
     if source.is_dir():
         found = _folder(source, scratch)
     elif source.suffix == ".safetensors":
@@ -100,11 +115,6 @@ def open_checkpoint(source: Path, scratch: Path) -> ImportedState:
         found.tied = {name: _tied_by_metadata(source) for name in found.models}
     else:
         found = _torch(source)
-    if not found.models:
-        raise ConfigurationError(
-            f"{source} holds no model: {', '.join(found.left) or 'nothing at all'}",
-            hint="a model is a dict of tensors, alone or under a key of its own",
-        )
     _plain_paths(found)
     return found
 
