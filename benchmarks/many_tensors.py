@@ -136,16 +136,15 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 # ---- one process
 
 
-class Turns:
-    """The measurements of one shape and number of tensors.
+# System -> figure -> values. No attribute of an object: a resume would set it back.
+SAMPLES: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
 
-    Attributes:
-        samples: System -> figure -> values.
-    """
+
+class Turns:
+    """The measurements of one shape and number of tensors."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
-        self.samples: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         self.training = Training(arguments.shape, arguments.number)
 
     def measure(self) -> None:
@@ -162,7 +161,7 @@ class Turns:
                     print(f"round {number + 1}: {name}: {took:.1f} s", file=sys.stderr, flush=True)
 
     def _turn(self, name: str, system: System) -> None:
-        samples = self.samples[name]
+        samples = SAMPLES[name]
         give_back()
         forget_peak()
         with LowestAvailable() as available:
@@ -244,7 +243,7 @@ def rank_main(arguments: argparse.Namespace) -> None:
     turns.measure()
     if dist.get_rank() == 0:
         number = sum(1 for tensor in state_tensors(turns.training.optimizer) if tensor.ndim)
-        found = {"tensors": number, "samples": turns.samples}
+        found = {"tensors": number, "samples": SAMPLES}
         Path(arguments.folder, "found.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     compare.leave()

@@ -538,7 +538,7 @@ class Checkpointer:
         self._registry.callback_values.begin()
         if script_randomness.is_plain_loop():
             self._registry.open_loaders.begin()
-        self._registry.script_variables.begin()
+        self._registry.script_variables.begin(attempt.beginning.run)
         self._loop_checks.on_first_boundary(asks=fetches_batch and not self._hooks.on_resume)
         self._files.warn_uncut(attempt.beginning.record.attempt)
         attempt.record_writer.change_soon(state=RUNNING)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -100,6 +101,20 @@ def test_a_writer_in_a_new_folder_goes_back_to_the_run_s_own(tmp_path, straight)
     writers[-1].close()
     assert [one.name for one in sorted(tmp_path.glob("logs*"))] == ["logs0"]
     assert shown(tmp_path / "logs0") == same_as(straight)
+
+
+def test_a_copied_run_leaves_the_logs_of_the_original(tmp_path, caplog):
+    writers, folders = [], iter(("logs", "copy"))
+    open_log = logs_to(lambda: tmp_path / next(folders), writers)
+    killed(tmp_path / "run", open_log, crash_at=6)
+    writers[-1].close()
+    before = shown(tmp_path / "logs")
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    train(tmp_path / "other", open_log)
+    writers[-1].close()
+    assert shown(tmp_path / "logs") == before
+    assert shown(tmp_path / "copy")["loss"][0][0] == 4
+    assert "the run directory was" in caplog.text
 
 
 def test_what_another_program_wrote_in_the_folder_is_left(tmp_path):

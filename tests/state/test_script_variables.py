@@ -85,7 +85,7 @@ class Script:
         def boundaries():
             for number in range(batches + 1):
                 if number == 0:
-                    variables.begin()
+                    variables.begin("run")
                     saved = Saved({}, self.stored, is_own=is_own)
                     self.differing = variables.differing(saved)
                 if number == batches:

@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from trainckpt.attempt.log import logger
 
 
@@ -21,12 +23,13 @@ class MLflowRun:
 
     Attributes:
         run: The run, or the snapshot's run that goes on instead.
+        place: URL of the run directory.
     """
 
     name = "mlflow"
 
-    def __init__(self, run: Any, processes: set[tuple[Any, Any]]) -> None:  # noqa: ARG002
-        self.run = run
+    def __init__(self, run: Any, *, place: str, **_: Any) -> None:
+        self.run, self.place = run, place
 
     @staticmethod
     def takes(run: Any) -> bool:
@@ -54,11 +57,13 @@ class MLflowRun:
             active = mlflow.active_run()
             if active is not None and active.info.run_id == self.id:
                 mlflow.end_run()
-                going_on: Any = mlflow.start_run(run_id=run_id)
+                has_parent = mlflow.active_run() is not None
+                going_on: Any = mlflow.start_run(run_id=run_id, nested=has_parent)
             else:
                 client.update_run(run_id, status="RUNNING")
                 going_on = client.get_run(run_id)
-            client.delete_run(self.id)
+            if _is_new(client.get_run(self.id)):
+                client.delete_run(self.id)
             self.run = going_on
             logger.info("logging goes on in MLflow's run %s", run_id)
         store = client._tracking_client.store
@@ -73,6 +78,12 @@ class MLflowRun:
                 "the later ones count",
                 time_ms,
             )
+
+
+def _is_new(run: Any) -> bool:
+    """Return True for a run that this process has started, and logged no metric to."""
+    begun_ms = psutil.Process().create_time() * 1000
+    return bool(run.info.start_time >= begun_ms and not run.data.metrics)
 
 
 def _delete_rows(store: Any, run_id: str, time_ms: int) -> None:

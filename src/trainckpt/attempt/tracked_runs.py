@@ -9,7 +9,9 @@
 The attempt's record has the position at its beginning too: an attempt may die before its first
 snapshot, and the next one begins where it began.
 
-The n-th run of a kind goes on as the n-th of this kind. All calls are on the training thread.
+The n-th run of a kind goes on as the n-th of this kind. In a run directory that was copied or moved
+the script's own run is left as it is: the other one belongs to the original. All calls are on the
+training thread.
 """
 
 from __future__ import annotations
@@ -73,10 +75,27 @@ class TrackedRuns:
         number = sum(name.startswith(f"{kind.name}.") for name in self._registry.runs)
         name, own = f"{kind.name}.{number}", record_writer.record
         records = {} if self.begins_anew else _read_records(self._tier)
-        tracked = kind(run, self._processes([*records.values(), own]))
+        processes = self._processes([*records.values(), own])
+        tracked = kind(run, place=self._tier.url, processes=processes)
         before = self._saved.get(name) or self._begun_alike(name, own, records)
-        if before is not None:
-            tracked.go_on(before["id"], before["position"], own.attempt)
+        if before is not None and before.get("place") != self._tier.url:
+            logger.warning(
+                "%s goes on where the script has it, and shows some steps again: the run directory "
+                "was %s, and the tracker's run %s may belong to it",
+                name,
+                before.get("place"),
+                before["id"],
+            )
+        elif before is not None:
+            try:
+                tracked.go_on(before["id"], before["position"], own.attempt)
+            except Exception as error:  # noqa: BLE001 - a tracker's trouble ends no training
+                logger.warning(
+                    "%s cannot go on in its run %s, and may show some steps again: %s",
+                    name,
+                    before["id"],
+                    str(error) or repr(error),
+                )
         self._registry.runs[name] = tracked
         record_writer.set_fact(FACT, name, tracked_run.position_of(tracked))
         return tracked.run
@@ -132,8 +151,8 @@ class _TensorBoard:
 
     name = "tensorboard"
 
-    def __init__(self, run: Any, processes: set[tuple[Any, Any]]) -> None:
-        self.run = run
+    def __init__(self, run: Any, *, place: str, processes: set[tuple[Any, Any]]) -> None:
+        self.run, self.place = run, place
         self._marks = [f".{host}.{process}." for host, process in processes]
         if "://" in str(run.log_dir):
             raise ConfigurationError(
@@ -200,8 +219,8 @@ class _Csv:
 
     name = "csv"
 
-    def __init__(self, run: Any, processes: set[tuple[Any, Any]]) -> None:  # noqa: ARG002
-        self.run = run
+    def __init__(self, run: Any, *, place: str, **_: Any) -> None:
+        self.run, self.place = run, place
 
     @staticmethod
     def takes(run: Any) -> bool:

@@ -5,8 +5,8 @@ script's own counts its calls. No snapshot tracks these objects. Their plain att
 and restored, as those of callbacks are (`object_values`), also in objects that they hold.
 
 Left out are what the Checkpointer tracks and the data of loaders, which have ways of their own. An
-object that has trained under an earlier Checkpointer of the process is left as it is: its values
-are newer than the snapshot's, such as the results of a script that trains several times.
+object that trained in another run last, in this process, is left as it is: its values are newer
+than the snapshot's, such as the results of a script that trains several times.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _MOST = 64  # objects
 _ATTRIBUTES = 256  # of one object; one with more is left out
 _LEFT_OUT = (nn.Module, optim.Optimizer, optim.lr_scheduler.LRScheduler)
 _DATA = (DataLoader, Dataset, Sampler)
-_trained: dict[int, weakref.ref[object]] = {}  # objects that have trained in this process, by id
+# Objects that have trained in this process, by id, and the run in which they did last.
+_trained: dict[int, tuple[weakref.ref[object], str]] = {}
 
 
 def find(registry: Registry) -> list[WatchedObject]:
@@ -63,16 +64,16 @@ def find(registry: Registry) -> list[WatchedObject]:
     return found
 
 
-def note_trained(objects: Iterable[object]) -> set[int]:
-    """Note that these objects train from now on; return the ids of those that did before."""
-    before = set()
+def note_trained(objects: Iterable[object], run: str) -> set[int]:
+    """Note that these objects train in this run; return the ids of those from another run."""
+    from_others = set()
     for value in objects:
-        known = _trained.get(id(value))
-        if known is not None and known() is value:
-            before.add(id(value))
+        known, last_run = _trained.get(id(value), (None, run))
+        if known is not None and known() is value and last_run != run:
+            from_others.add(id(value))
         with suppress(TypeError):  # its class has no place for a weak reference
-            _trained[id(value)] = weakref.ref(value)
-    return before
+            _trained[id(value)] = weakref.ref(value), run
+    return from_others
 
 
 def _data_of(loader: Any) -> list[dict[str, Any]]:

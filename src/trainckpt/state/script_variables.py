@@ -67,17 +67,17 @@ class ScriptVariables:
         self._training: set[str] = set()  # that reach a loss, or count steps
         self._always: set[str] = set()  # in the snapshot that the attempt began from
         self._is_alone = False  # the only rank; known at the first boundary
-        self._trained_before: set[int] = set()  # ids of objects, under an earlier Checkpointer
+        self._from_others: set[int] = set()  # ids of objects that trained in another run
         self._objects = ObjectValues(
             script_objects.PART, partial(script_objects.find, registry), is_strict=True
         )
 
-    def begin(self) -> None:
-        """Note the variables at the first boundary."""
+    def begin(self, run: str) -> None:
+        """Note the variables at the first boundary of an attempt at this run."""
         self._is_alone = current_world().size == 1
         if self._is_alone:
             objects = [owner.value for owner in script_objects.find(self._registry)]
-            self._trained_before = script_objects.note_trained(objects)
+            self._from_others = script_objects.note_trained(objects, run)
             self._objects.begin()
         sketcher = Sketcher(self._registry)
         for scope, frame in script_randomness.frames():
@@ -129,7 +129,7 @@ class ScriptVariables:
     def restore(self, saved: Saved) -> None:
         """Restore the plain attributes of objects in variables."""
         if saved.is_own and self._is_alone:
-            self._objects.restore(saved, left_alone=self._trained_before)
+            self._objects.restore(saved, left_alone=self._from_others)
 
     def differing(self, saved: Saved) -> Differing:
         """Return the variables that are not as they were when the snapshot was saved."""

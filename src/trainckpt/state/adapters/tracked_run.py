@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -18,9 +19,11 @@ class TrackedRun(Protocol):
 
     Attributes:
         run: The script's writer or run.
+        place: URL of the run directory; a copy of it has another one.
     """
 
     run: Any
+    place: str
 
     @property
     def id(self) -> str:
@@ -31,18 +34,21 @@ class TrackedRun(Protocol):
 
 
 def position_of(run: TrackedRun) -> dict[str, Any]:
-    """Return the id of a run and the position in it."""
-    return {"id": run.id, "position": run.position()}
+    """Return the id of a run, the position in it, and the run directory."""
+    return {"id": run.id, "position": run.position(), "place": run.place}
 
 
 def capture(out: Captured, runs: dict[str, TrackedRun]) -> None:
-    """Add the position of every tracked run."""
-    if runs:
-        found = {name: position_of(run) for name, run in runs.items()}
+    """Add the position of every tracked run. A tracker's own trouble fails no save."""
+    found = {}
+    for name, run in runs.items():
+        with suppress(OSError):
+            found[name] = position_of(run)
+    if found:
         out.values[PART] = out.encode(found, PART)
 
 
 def positions(saved: Saved) -> dict[str, dict[str, Any]]:
-    """Return name -> id and position, for all runs in the snapshot."""
+    """Return name -> `position_of`, for all runs in the snapshot."""
     tree = saved.values.get(PART)
     return dict(saved.decode(tree)) if tree is not None else {}
