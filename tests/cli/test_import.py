@@ -307,6 +307,43 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path, capsys):
         pass
 
 
+def test_an_optimizer_of_another_class_is_refused(tmp_path, capsys):
+    model, optimizer, scheduler = objects()
+    train(model, optimizer, scheduler, 1)
+    torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "a.pt")
+    imported(capsys, tmp_path / "a.pt", tmp_path / "run")
+    other = torch.optim.SGD(model.parameters(), 0.1)
+    with (
+        pytest.raises(trainckpt.StateMismatch, match="had betas, and has none now"),
+        trainckpt.Checkpointer(tmp_path / "run", model=model, optimizer=other),
+    ):
+        pass
+
+
+def test_parameters_that_had_other_options_are_not_put_in_one_group(tmp_path, capsys):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    model, _, _ = objects()
+    first, *others = (name for name, _ in model.named_parameters())
+    named = dict(model.named_parameters())
+    groups = [{"params": [named[first]], "lr": 0.5}, {"params": [named[n] for n in others]}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    sum(p.float().sum() for p in model.parameters()).backward()
+    optimizer.step()
+    state = get_optimizer_state_dict(
+        model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
+    )
+    dcp.save({"model": model.state_dict(), "optim": state}, checkpoint_id=tmp_path / "dcp")
+    imported(capsys, tmp_path / "dcp", tmp_path / "run")
+    one_group = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with (
+        pytest.raises(trainckpt.StateMismatch, match="groups with other options"),
+        trainckpt.Checkpointer(tmp_path / "run", model=model, optimizer=one_group),
+    ):
+        pass
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 PART = "imported"  # {"from": path, "format": name}
 BY_NUMBER = "#"
 TWINS = "twins"  # in the values of a model: name -> another tensor's name, with the same bytes
+# Options that a scheduler adds to a group; the class of an optimizer shows in the other numbers.
+_OF_SCHEDULERS = frozenset(
+    ("initial_lr", "base_momentum", "max_momentum", "max_lr", "min_lr", "swa_lr")
+)
 _LIKE_THE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg")
 
 
@@ -100,6 +104,7 @@ class _Optimizer:
         options = {full[n]: group["options"] for group in tree["groups"] for n in group["params"]}
         state = {full[name]: items for name, items in tree["state"].items() if name in full}
         self._must_have_shapes(state)
+        self._must_have_options(options)
         groups = [
             {"options": options[group[0]] if group else {}, "params": group}
             for group in self._groups
@@ -122,6 +127,24 @@ class _Optimizer:
         if found:
             self._refuse(found)
 
+    def _must_have_options(self, options: Mapping[str, Any]) -> None:
+        """Options of a group come from its first parameter; an optimizer shows in their names."""
+        found = []
+        for number, (group, live) in enumerate(
+            zip(self._groups, self._live.optimizer.param_groups, strict=True)
+        ):
+            if not group:
+                continue
+            where = f"{self._live.name}: group {number}"
+            if any(options[name] != options[group[0]] for name in group):
+                found.append(f"{where} has parameters of groups with other options")
+            saved = dict(options[group[0]]["of"])
+            lost, added = _numbers(saved) - live.keys(), _numbers(live) - saved.keys()
+            found += [f"{where} had {name}, and has none now" for name in sorted(lost)]
+            found += [f"{where} has {name}, and had none" for name in sorted(added)]
+        if found:
+            self._refuse(found)
+
     def _refuse(self, differences: list[str]) -> None:
         raise StateMismatch(
             f"the optimizer {self._live.name} is not the one of the imported checkpoint",
@@ -129,3 +152,9 @@ class _Optimizer:
             hint="give the optimizer the same parameters in the same order, or take the weights "
             "alone: Checkpointer(NEW_RUN, init_from=RUN)",
         )
+
+
+def _numbers(options: Mapping[str, Any]) -> set[str]:
+    """Return the options that are numbers; flags come and go with releases of torch."""
+    found = {k for k, v in options.items() if not isinstance(v, (bool, str, type(None)))}
+    return found - _OF_SCHEDULERS - {"params"}
