@@ -374,15 +374,17 @@ def damaged(path, kind):
     elif kind == "torch":
         torch.save(model, path)
     else:
-        loops = {"pytorch-lightning_version": "2", "state_dict": model, "loops": [1]}
-        torch.save(loops, path)
+        other = {"loops": [1]} if kind == "lightning" else {"global_step": "ten"}
+        torch.save({"pytorch-lightning_version": "2", "state_dict": model, **other}, path)
         return path
     file = path / ".metadata" if path.is_dir() else path
     file.write_bytes(file.read_bytes()[:-700])
     return path
 
 
-@pytest.mark.parametrize("kind", ["metadata", "no data", "safetensors", "torch", "lightning"])
+@pytest.mark.parametrize(
+    "kind", ["metadata", "no data", "safetensors", "torch", "lightning", "step of lightning"]
+)
 def test_a_damaged_source_is_65_and_leaves_no_run(kind, tmp_path, capsys):
     source = damaged(tmp_path / "source", kind)
     assert main(["import", str(source), str(tmp_path / "run")]) == 65

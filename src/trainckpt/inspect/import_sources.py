@@ -240,6 +240,8 @@ def _lightning(tree: dict[str, Any]) -> ImportedState:
     found.step = tree.get("global_step", 0)
     progress = tree.get("loops", {}).get("fit_loop", {}).get("epoch_progress", {})
     found.epoch = progress.get("current", {}).get("processed", tree.get("epoch", 0))
+    if type(found.step) is not int or type(found.epoch) is not int:
+        raise TypeError(f"global_step {found.step!r} and epoch {found.epoch!r} are not numbers")
     known = {"state_dict", "epoch", "global_step", "pytorch-lightning_version", *lists}
     for key in tree.keys() - known:
         if tree[key]:
