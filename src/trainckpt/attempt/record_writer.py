@@ -56,6 +56,7 @@ class RecordWriter:
         self._record = record
         self._writes = writes
         self._number = AttemptId(record.attempt)
+        self._kept: dict[str, dict[str, Any]] = {}  # facts still to be written
         self._lock = threading.Lock()
 
     @property
@@ -75,6 +76,13 @@ class RecordWriter:
             facts = self._record.facts
             table = {**facts.get(key, {}), name: value}
             self._write(must=False, facts={**facts, key: table})
+
+    def keep_fact(self, key: str, name: str, value: Any) -> None:
+        """Set one name of a table among the facts; written with the next change. Training thread.
+
+        No lock: a change that waits for a store holds it for minutes.
+        """
+        self._kept = {**self._kept, key: {**self._kept.get(key, {}), name: value}}
 
     def set_facts(self, facts: dict[str, Any]) -> None:
         """Set some of the record's facts, and keep the others; as `change`.
@@ -120,7 +128,10 @@ class RecordWriter:
 
     def _write(self, *, must: bool, **changes: Any) -> None:
         self._renumber()
-        self._record = self._record.with_(**changes)
+        facts = changes.get("facts", self._record.facts)
+        for key, table in self._kept.items():
+            facts = {**facts, key: {**facts.get(key, {}), **table}}
+        self._record = self._record.with_(**{**changes, "facts": facts})
         if not self._writes:
             return
         try:

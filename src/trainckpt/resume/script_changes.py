@@ -189,7 +189,7 @@ class ObservedWindows:
         if step < self._begun + _WINDOWS:
             return
         self.is_over = True
-        self._record_writer.set_fact(FACT, kinds.ACCUMULATION, self._longest)
+        self._record_writer.keep_fact(FACT, kinds.ACCUMULATION, self._longest)
         then = self._script.accumulation
         if then is not None and then != self._longest:
             texts = _text(then), _text(self._longest)

@@ -228,7 +228,7 @@ class OptimizerState:
         Returns:
             Group -> learning rate of the snapshot's script, and of this one.
         """
-        stored, rates = saved.values[self.name], {}
+        stored, rates = saved.values.get(self.name, {}), {}
         for number, key, then, now in _changed(self._made_then(saved), self._made):
             if choices[_KINDS.get(key, OPTIMIZER)] != SCRIPT:
                 continue
