@@ -249,7 +249,9 @@ class _Csv:
             logger.warning("%s has lost rows logged before the snapshot", path)
         if len(lines) > num_lines:
             path.with_name(f"{path.name}.after-{attempt}").write_text("".join(lines[num_lines:]))
-            path.write_text("".join(lines[:num_lines]))
+            kept = path.with_name(f"{path.name}.kept")  # a kill amid this loses no row
+            kept.write_text("".join(lines[:num_lines]))
+            kept.replace(path)
             if not num_lines:
                 path.unlink()  # the logger writes the header of a new file
 

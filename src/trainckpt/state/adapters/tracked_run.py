@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import warnings
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -42,8 +42,10 @@ def capture(out: Captured, runs: dict[str, TrackedRun]) -> None:
     """Add the position of every tracked run. A tracker's own trouble fails no save."""
     found = {}
     for name, run in runs.items():
-        with suppress(OSError):
+        try:
             found[name] = position_of(run)
+        except OSError as error:
+            warnings.warn(f"a resume may repeat steps in {name}: {error}", stacklevel=2)
     if found:
         out.values[PART] = out.encode(found, PART)
 
