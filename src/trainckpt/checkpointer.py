@@ -347,8 +347,8 @@ class Checkpointer:
         has logged to it before is dropped. Call it after the resume, on the rank that logs.
 
         Args:
-            run: A `torch.utils.tensorboard.SummaryWriter` or a run of `mlflow.start_run()`, made
-                anywhere in the script.
+            run: A `torch.utils.tensorboard.SummaryWriter`, a run of `mlflow.start_run()` or an
+                offline run of `wandb.init()`, made anywhere in the script.
 
         Returns:
             The writer or run to log to.

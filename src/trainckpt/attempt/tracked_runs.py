@@ -24,12 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.log import logger
 from trainckpt.attempt.mlflow_run import MLflowRun
+from trainckpt.attempt.wandb_run import WandbRun
 from trainckpt.errors import ConfigurationError, TrainckptError
 from trainckpt.snapshot import attempt_history
 from trainckpt.state.adapters import tracked_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from typing import TypeAlias
 
     from trainckpt.attempt.record_writer import RecordWriter
     from trainckpt.format.attempt_record import AttemptRecord
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from trainckpt.state.registry import Registry
     from trainckpt.storage.base import Tier
 
+    _Kind: TypeAlias = type["_TensorBoard | _Csv | MLflowRun | WandbRun"]
 
 FACT = "trackers"  # in the record of an attempt: name -> id and position at its beginning
 
@@ -96,6 +99,8 @@ class TrackedRuns:
                     before["id"],
                     str(error) or repr(error),
                 )
+        elif isinstance(tracked, WandbRun):
+            tracked.secure_earlier_rows()
         self._registry.runs[name] = tracked
         record_writer.set_fact(FACT, name, tracked_run.position_of(tracked))
         return tracked.run
@@ -127,16 +132,17 @@ def _read_records(tier: Tier) -> dict[int, AttemptRecord]:
         return {}
 
 
-def _kind_of(run: Any) -> type[_TensorBoard | _Csv | MLflowRun]:
+def _kind_of(run: Any) -> _Kind:
     package = type(run).__module__.partition(".")[0]
-    kinds: tuple[type[_TensorBoard | _Csv | MLflowRun], ...] = (_TensorBoard, _Csv, MLflowRun)
+    kinds: tuple[_Kind, ...] = (_TensorBoard, _Csv, MLflowRun, WandbRun)
     for kind in kinds:
         if kind.takes(run):
             return kind
     raise ConfigurationError(
         f"{type(run).__qualname__} of {package} is no tracker that can be cut back",
-        hint="pass the SummaryWriter of torch.utils.tensorboard, or the run of mlflow.start_run(); "
-        "for a file that the script appends to: ckpt.track_file(path); else: @ckpt.on_resume",
+        hint="pass the SummaryWriter of torch.utils.tensorboard, or the run of mlflow.start_run() "
+        "or wandb.init(); for a file that the script appends to: ckpt.track_file(path); else: "
+        "@ckpt.on_resume",
     )
 
 

@@ -59,5 +59,7 @@ def track(trainer: Any, ckpt: Checkpointer) -> None:
             elif is_a(one, "MLFlowLogger"):
                 info = ckpt.track_run(one.experiment.get_run(one.run_id)).info
                 one._run_id, one._experiment_id = info.run_id, info.experiment_id
+            elif is_a(one, "WandbLogger"):
+                one._experiment = ckpt.track_run(one.experiment)
         except ConfigurationError as error:
             logger.warning("%s repeats steps after a resume: %s", type(one).__name__, error.message)

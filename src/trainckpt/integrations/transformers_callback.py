@@ -224,8 +224,11 @@ class TrainckptCallback(TrainerCallback):
         """Track what the callbacks report to; all have begun."""
         assert self.checkpointer is not None
         for one in trainer.callback_handler.callbacks if trainer.is_world_process_zero() else ():
-            run, mlflow = getattr(one, "tb_writer", None), getattr(one, "_ml_flow", None)
-            run = mlflow.active_run() if mlflow is not None else run
+            run = getattr(one, "tb_writer", None)
+            if (mlflow := getattr(one, "_ml_flow", None)) is not None:
+                run = mlflow.active_run()
+            elif (wandb := getattr(one, "_wandb", None)) is not None:
+                run = wandb.run
             try:
                 if run is not None:
                     self.checkpointer.track_run(run)

@@ -1,0 +1,131 @@
+"""Offline runs of Weights & Biases: which rows a resume cuts off, and which it logs again."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+
+from tests.acceptance.test_tracker_kills import in_wandb, untimed
+from tests.end_to_end.test_trackers import killed, train, with_three_kills
+from tests.end_to_end.training import Parts
+from trainckpt import Checkpointer
+from trainckpt.attempt.wandb_run import finish
+from trainckpt.errors import ConfigurationError
+
+with suppress(ImportError):  # collected by `make test` too, which does not run it
+    import wandb
+
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    yield
+    if wandb.run is not None:
+        wandb.run.finish()
+
+
+def logs_to(folder, **settings):
+    """What opens a run; the one before is whole in its file, also what came after the snapshot."""
+    folder.mkdir()
+
+    def open_log(ckpt):
+        if wandb.run is not None:
+            finish(wandb.run)
+        run = wandb.init(mode="offline", dir=folder, **settings)
+        run.log({"script": 1.0})  # before the line, so a resume drops it
+        run = ckpt.track_run(run)
+        return lambda name, value, at: run.log({name: value, f"{name} at": at})
+
+    return open_log
+
+
+def rows(folder):
+    finish(wandb.run)
+    return untimed(in_wandb(folder))
+
+
+@pytest.mark.parametrize("settings", [{}, {"id": "own"}], ids=["new ids", "one id"])
+def test_rows_in_the_files_are_cut_off_after_three_kills(tmp_path, settings):
+    train(tmp_path / "straight", logs_to(tmp_path / "whole", **settings))
+    expected = rows(tmp_path / "whole")
+    with_three_kills(tmp_path / "run", logs_to(tmp_path / "logs", **settings))
+    assert rows(tmp_path / "logs") == expected
+
+
+def test_the_whole_file_stays_beside_the_one_that_was_cut(tmp_path):
+    killed(tmp_path / "run", logs_to(tmp_path / "logs"), crash_at=6)
+    finish(wandb.run)
+    file = max(tmp_path.rglob("*.wandb"))
+    whole = file.read_bytes()
+    train(tmp_path / "run", logs_to(tmp_path / "other"))
+    (aside,) = tmp_path.rglob("*.wandb.after-2")
+    assert aside.read_bytes() == whole
+    assert not file.exists() or whole.startswith(file.read_bytes())
+    assert not list(tmp_path.glob("other/wandb/offline-*")), "the run goes on in its first folder"
+
+
+def test_a_row_that_is_not_complete_at_a_snapshot_is_completed_after_a_resume(tmp_path):
+    """W&B keeps a row of an explicit step open until one of a later step comes."""
+
+    def open_log(folder):
+        opened = logs_to(folder)
+
+        def open_(ckpt):
+            opened(ckpt)
+            # Saves come after 4 and after 8.
+            return lambda name, value, at: wandb.log({f"{name} {at % 3}": value}, step=10 + at // 3)
+
+        return open_
+
+    train(tmp_path / "straight", open_log(tmp_path / "whole"))
+    expected = rows(tmp_path / "whole")
+    with_three_kills(tmp_path / "run", open_log(tmp_path / "logs"))
+    assert rows(tmp_path / "logs") == expected
+
+
+def test_another_id_gets_the_config_and_the_metrics_of_the_script_s_run(tmp_path):
+    def open_log(ckpt):
+        if wandb.run is not None:
+            finish(wandb.run)
+        run = wandb.init(mode="offline", dir=tmp_path, config={"lr": 1})
+        run.define_metric("at")
+        run.define_metric("*", step_metric="at", step_sync=True)
+        run.define_metric("loss", summary="min", hidden=True)
+        run.config.update({"b": 2})
+        ckpt.track_run(run)
+        return lambda name, value, at: wandb.log({name: value})
+
+    killed(tmp_path / "run", open_log, crash_at=6)
+    first = metrics_of(wandb.run)
+    train(tmp_path / "run", open_log)
+    assert dict(wandb.run.config) == {"lr": 1, "b": 2}
+    assert metrics_of(wandb.run) == first
+    assert len(first) == 3
+
+
+def metrics_of(run):
+    """Finish a run; the metrics that it has defined."""
+    records = finish(run)
+    return [str(one.metric) for one in records if one.WhichOneof("record_type") == "metric"]
+
+
+def test_files_of_another_run_in_the_folder_are_left(tmp_path):
+    other = wandb.init(mode="offline", dir=tmp_path, id="other")
+    other.log({"loss": 1.0})
+    other.finish()
+    (file,) = tmp_path.rglob("*.wandb")
+    whole = file.read_bytes()
+    folder = tmp_path / "logs"
+    killed(tmp_path / "run", logs_to(folder), crash_at=6)
+    train(tmp_path / "run", logs_to(tmp_path / "more"))
+    assert file.read_bytes() == whole
+
+
+def test_a_disabled_run_is_refused(tmp_path):
+    with Checkpointer(tmp_path / "run", **Parts().tracked()) as ckpt:
+        disabled = wandb.init(mode="disabled")
+        with pytest.raises(ConfigurationError, match="a disabled run of W&B logs nothing"):
+            ckpt.track_run(disabled)
