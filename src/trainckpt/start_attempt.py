@@ -25,7 +25,7 @@ from trainckpt.gc_pause import gc_paused
 from trainckpt.inspect.load import put
 from trainckpt.ranks.store import RANKS_TIMEOUT_S, connect
 from trainckpt.ranks.world import agree_on_name
-from trainckpt.replicate import uploads
+from trainckpt.replicate import compile_cache, uploads
 from trainckpt.replicate.replicator import set_up, set_up_local
 from trainckpt.replicate.tier_uploader import TierUploader
 from trainckpt.replicate.uploads import ArenaFirstReader, UploadContext, Uploads
@@ -86,7 +86,7 @@ if TYPE_CHECKING:
     from trainckpt.stop.hard_exit import HardExit
     from trainckpt.stop.notice_listener import NoticeListener
     from trainckpt.stop.survivor_setup import SurvivorSetup
-    from trainckpt.storage.base import RunTier
+    from trainckpt.storage.base import RunTier, Tier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +175,7 @@ def _begin(context: RankContext, mode: str) -> ResumePoint:
             "only and rename choose among the weights of init_from, which is not given",
             hint='give init_from="RUN", or leave them out',
         )
+    compile_cache.check(options)
     recipients = encryption.check(options)
     context.registry.exclude(options.exclude)
     reach = TierSet(
@@ -285,6 +286,7 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
     if manifest is not None:
         saver.replication.begin_from([context.tier, *context.slower.tiers], manifest)
     saver.uploads.start()
+    _keep_compile_cache(context, beginning, shutdown)
     weight_check = _build_weight_check(context, beginning, record_writer, report)
     return Attempt(
         beginning=beginning,
@@ -297,6 +299,24 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
         windows=_build_windows(context, beginning, record_writer, report),
         survival=survival,
     )
+
+
+def _keep_compile_cache(context: RankContext, beginning: ResumePoint, shutdown: Shutdown) -> None:
+    """Fetch the command's compile caches where the options say so, and upload them beside training.
+
+    Collective. Before the first batch, since that compiles.
+    """
+    tiers: list[Tier] = [context.tier, *context.slower.tiers]
+    tiers.sort(key=lambda tier: tier.name != context.slower.durable)
+    hosts, begun_step = beginning.record.facts["hosts"], context.position.step
+    folder = compile_cache.set_up(context.options, context.channel, hosts, tiers)
+    if folder is not None:
+        compile_cache.CompileCacheUpload(
+            tiers[0],
+            folder,
+            num_steps=lambda: context.position.step - begun_step,
+            is_over=lambda: shutdown.left,
+        ).start()
 
 
 def _log_start(

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import ConfigurationError
+from trainckpt.storage import compile_folder
 from trainckpt.storage.redact import REDACTED, is_secret, redact_arguments, redact_text
 
 if TYPE_CHECKING:
@@ -158,7 +159,9 @@ def redact_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: REDACTED if is_secret(name) else redact_text(value)
         for name, value in sorted(environment.items())
-        if _RECORDED.match(name) and not _OWN_VARIABLES.match(name)
+        if _RECORDED.match(name)
+        and not _OWN_VARIABLES.match(name)
+        and not compile_folder.is_ours(name, environment)
     }
 
 

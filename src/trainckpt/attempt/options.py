@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 LOCAL = "local"  # the run directory, among its tiers
+THIS_HOST, THROUGH_TIERS = "host", "tiers"  # reach of the compile caches
 MEMORY, PARTNER = "memory", "partner"  # shared memory of this host, and of others
 PATIENCE_S = 30.0
 NOTICES = ("aws", "gce", "azure", "nvml")  # besides signals, notice files and the wall time
@@ -111,6 +112,7 @@ class Options:
         memory_every: When to save to memory alone, between saves to the run directory.
         encrypt_to: Recipients of encrypted snapshots, or files of recipients; none: no encryption.
         identity: File with the private key that decrypts snapshots; None: there is none.
+        compile_cache: "host": compile caches stay on their host; "tiers": copied through the tiers.
         origins: Option -> source of its value.
     """
 
@@ -139,6 +141,7 @@ class Options:
     memory_every: Every
     encrypt_to: tuple[str, ...]
     identity: str | None
+    compile_cache: str
     survivors: Patience
     origins: Mapping[str, str] = field(default_factory=dict)
 
@@ -378,12 +381,14 @@ TABLE: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
         'recipients, or files of them, with commas, or "none"',
     ),
     "identity": (None, _text_or_none, 'the file that `trainckpt keygen` wrote, or "none"'),
+    "compile_cache": (THIS_HOST, _one_of(THIS_HOST, THROUGH_TIERS), '"host" or "tiers"'),
 }
 
 _PREFIX, LIKENESS = "TRAINCKPT_", 0.8
 # Read elsewhere, or set for whoever is launched.
 _OTHERS = (
     "ACCEPT_OLDER",
+    "CACHE",
     "CAN_DUMP",
     "COMMAND",
     "CRIU",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainckpt.attempt.launch import COMMAND_VARIABLE, command_hash
+from trainckpt.attempt.options import THIS_HOST, THROUGH_TIERS
 from trainckpt.cli import dumps, output
 from trainckpt.cli.output import tell
 from trainckpt.errors import ConfigurationError
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 # torchrun's options with which the command is no path of a Python script
 _NO_SCRIPT = {"-m", "--module", "--no-python", "--no_python"}
 _NO_SCRIPT_VARIABLES = {"PET_MODULE", "PET_NO_PYTHON"}  # the same, in the environment
+COMPILE_CACHE_VARIABLE = "TRAINCKPT_COMPILE_CACHE"  # of the option
 # None where the command made no Checkpointer, or died too early for its record to say.
 KEYS = ("outcome", "snapshot", "kind", "exactness", "lost_micro_batches", "tiers", "seconds")
 
@@ -50,6 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         metavar="N",
         help="processes on this host (default: 1)",
+    )
+    parser.add_argument(
+        "--compile-cache",
+        choices=(THIS_HOST, THROUGH_TIERS),
+        help="keep compile caches on this host (default), or copy them through the tiers too",
     )
     dumps.add_arguments(parser)
     parser.add_argument(
@@ -76,9 +83,12 @@ def execute(arguments: argparse.Namespace) -> int:
         run = arguments.run or os.environ.get(NAME_VARIABLE)
         digest = command_hash(argv, str(Path.cwd()), run, os.environ)
         first_launch = FirstLaunch(digest, argv, run)
+        environment = {COMMAND_VARIABLE: digest}
+        if arguments.compile_cache is not None:
+            environment[COMPILE_CACHE_VARIABLE] = arguments.compile_cache
         result = supervise(
             torchrun_command(arguments.nproc, options, command),
-            environment={COMMAND_VARIABLE: digest},
+            environment=environment,
             output=sys.stderr if arguments.json else None,
             max_restarts=restarts,
             name=name,

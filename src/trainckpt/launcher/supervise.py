@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt import status_files
-from trainckpt.attempt.launch import AT_VARIABLE, COMMAND_VARIABLE, DUMPS_VARIABLE
+from trainckpt.attempt.launch import AT_VARIABLE, COMMAND_VARIABLE, DUMPS_VARIABLE, command_hash
+from trainckpt.attempt.options import THROUGH_TIERS, read_options
 from trainckpt.attempt.status_files import SUPERVISOR_VARIABLE
 from trainckpt.errors import INTERRUPTED, START_AGAIN, ConfigurationError
 from trainckpt.format.attempt_record import UNDECIDED
@@ -42,6 +43,7 @@ from trainckpt.launcher.torchrun_command import (
     mentions_us,
 )
 from trainckpt.preemption.wall_time import STARTED_VARIABLE, process_start_s
+from trainckpt.storage import compile_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -133,6 +135,7 @@ def supervise(
     }
     variables.pop(RESTARTS_VARIABLE, None)
     variables.pop(DUMPS_VARIABLE, None)
+    variables |= _compile_caches(command, variables, cwd=cwd, run=run, say=say)
     ours = ours or mentions_us(command, cwd)
     run = run or likely_run(command, cwd)
     with contextlib.nullcontext(inbox) if inbox is not None else Inbox() as signals:
@@ -158,6 +161,30 @@ def supervise(
             newest.flush(signals, start.variables, say)
         start.reporter.tell(exit_code=result.exit_code)
         return replace(result, record=newest.record, start_again=start.start_again)
+
+
+def _compile_caches(
+    command: Sequence[str],
+    variables: Mapping[str, str],
+    *,
+    cwd: str | None,
+    run: str | None,
+    say: Callable[[str], None] | None,
+) -> dict[str, str]:
+    """Return the variables that keep compile caches where the next launch on this host finds them.
+
+    Caches that will be copied through the tiers lie in a folder of this command alone.
+    """
+    folder = compile_folder.SHARED
+    with contextlib.suppress(ConfigurationError):  # the ranks refuse such options
+        if read_options({}, variables, Path(cwd or ".")).compile_cache == THROUGH_TIERS:
+            folder = command_hash(command, str(Path(cwd or ".").absolute()), run, {})
+    try:
+        return compile_folder.variables(folder, variables)
+    except OSError as error:
+        if say is not None:
+            say(f"compile caches are left where torch puts them: {error}")
+    return {}
 
 
 @dataclass

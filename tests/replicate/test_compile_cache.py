@@ -1,0 +1,158 @@
+"""Copies of compile caches in tiers: which one is fetched, and what makes a start cold."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+
+import pytest
+
+from trainckpt import ConfigurationError, TierUnavailable
+from trainckpt.attempt.options import read_options
+from trainckpt.replicate import compile_cache
+from trainckpt.replicate.compile_cache import fetch, prune, read_entry, upload
+from trainckpt.storage.folder_archive import list_files
+from trainckpt.storage.local import Disk, LocalTier
+
+TOOLCHAIN, OTHER = "a" * 32, "b" * 32
+
+
+@pytest.fixture
+def tier(tmp_path):
+    return LocalTier(tmp_path / "tier")
+
+
+@pytest.fixture
+def host(tmp_path):
+    """Return the empty folder of a command on a host with a toolchain."""
+
+    def make(name: str, toolchain: str = TOOLCHAIN):
+        folder = tmp_path / name / toolchain / "command"
+        folder.mkdir(parents=True)
+        return folder
+
+    return make
+
+
+def compiled(folder, code: bytes = b"code"):
+    (folder / "inductor").mkdir()
+    (folder / "inductor" / "kernel.so").write_bytes(code)
+    return folder
+
+
+def put(tier, folder):
+    return upload(tier, folder, list_files(folder))
+
+
+def code_of(folder):
+    return (folder / "inductor" / "kernel.so").read_bytes()
+
+
+def test_another_host_with_the_same_toolchain_gets_the_caches(tier, host):
+    put(tier, compiled(host("first")))
+    second = host("second")
+    assert fetch([tier], second)
+    assert code_of(second) == b"code"
+    assert [path.name for path in second.parent.iterdir()] == ["command"]
+
+
+def test_another_toolchain_gets_nothing(tier, host):
+    put(tier, compiled(host("first")))
+    second = host("second", OTHER)
+    assert not fetch([tier], second)
+    assert not list_files(second)
+
+
+def test_a_warm_host_fetches_nothing(tier, host):
+    put(tier, compiled(host("first")))
+    second = compiled(host("second"), b"own")
+    assert not fetch([tier], second)
+    assert code_of(second) == b"own"
+
+
+@pytest.mark.parametrize("changed", ["a flipped bit", "cut", "gone", "another digest", "no JSON"])
+def test_a_bad_copy_is_named_and_the_start_is_cold(tier, host, caplog, changed):
+    entry = put(tier, compiled(host("first")))
+    archive, key = tier.root / entry.key, f"compile-cache/{TOOLCHAIN}.json"
+    data = bytearray(archive.read_bytes())
+    if changed == "a flipped bit":
+        data[30] ^= 1
+        archive.write_bytes(data)
+    elif changed == "cut":
+        archive.write_bytes(data[:-1])
+    elif changed == "gone":
+        archive.unlink()
+    elif changed == "another digest":
+        stored = json.loads((tier.root / key).read_text())
+        (tier.root / key).write_text(json.dumps({**stored, "sha256": "0" * 64}))
+    else:
+        (tier.root / key).write_text("[1]")
+    second = host("second")
+    with caplog.at_level(logging.WARNING):
+        assert not fetch([tier], second)
+    assert not list_files(second)
+    named = key if changed in ("another digest", "no JSON") else entry.key
+    assert named in caplog.text
+    assert tier.url in caplog.text
+
+
+def test_the_next_tier_is_asked_after_a_bad_copy(tier, host, tmp_path):
+    first, farther = compiled(host("first")), LocalTier(tmp_path / "farther")
+    put(farther, first)
+    (tier.root / put(tier, first).key).write_bytes(b"bad")
+    second = host("second")
+    assert fetch([tier, farther], second)
+    assert code_of(second) == b"code"
+
+
+def test_an_archive_under_a_name_out_of_the_tier_is_refused(tier, host, caplog):
+    entry = put(tier, compiled(host("first")))
+    stored = {"sha256": "../../x", "num_bytes": entry.num_bytes, "stored": entry.stored}
+    key = f"compile-cache/{TOOLCHAIN}.json"
+    tier.replace(key, compile_cache.json_io.with_digest(stored))
+    with caplog.at_level(logging.WARNING):
+        assert not fetch([tier], host("second"))
+    assert "sha256" in caplog.text
+
+
+def test_the_newest_archive_of_a_toolchain_replaces_the_older_one(tier, host):
+    first = compiled(host("first"))
+    older = put(tier, first)
+    (first / "inductor" / "kernel.so").write_bytes(b"newer code")
+    newer = put(tier, first)
+    assert tier.size(older.key) is None
+    assert read_entry(tier, TOOLCHAIN) == newer
+    assert put(tier, first).sha256 == newer.sha256  # unchanged files: nothing is sent again
+
+
+def test_the_newest_toolchains_stay(tier, host):
+    for digit in "012345":
+        put(tier, compiled(host(digit, digit * 32), digit.encode()))
+    prune(tier)
+    entries = [name for name in tier.list("compile-cache") if name.endswith(".json")]
+    assert entries == [f"{digit * 32}.json" for digit in "2345"]
+    assert len(tier.list("compile-cache")) == 2 * len(entries)
+
+
+def test_a_full_tier_leaves_the_older_copy_in_place(tier, host):
+    class FullDisk(Disk):
+        def write(self, path, descriptor, block, first_byte):
+            raise OSError(errno.ENOSPC, "no space left")
+
+    first = compiled(host("first"))
+    older = put(tier, first)
+    (first / "inductor" / "kernel.so").write_bytes(b"newer code")
+    with pytest.raises(TierUnavailable, match=r"(?i)no space left"):
+        put(LocalTier(tier.root, FullDisk()), first)
+    assert read_entry(tier, TOOLCHAIN) == older
+    assert fetch([tier], second := host("second"))
+    assert code_of(second) == b"code"
+    assert [path.name for path in first.parent.iterdir()] == ["command"]
+
+
+def test_an_encrypted_run_refuses_to_copy_caches_in_the_clear():
+    recipient = {"encrypt_to": "trainckpt-recipient-x", "compile_cache": "tiers"}
+    with pytest.raises(ConfigurationError, match="unencrypted"):
+        compile_cache.check(read_options(recipient, {}))
+    compile_cache.check(read_options({**recipient, "compile_cache": "host"}, {}))

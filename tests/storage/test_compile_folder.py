@@ -1,0 +1,94 @@
+"""The folder for compile caches: whose it is, and what another toolchain is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from trainckpt.attempt.launch import redact_environment
+from trainckpt.storage import compile_folder
+from trainckpt.storage.compile_folder import cpu_facts, folder_in_use, is_ours, variables
+
+CPU = """processor\t: 0
+model name\t: A CPU
+cpu MHz\t\t: 2600.000
+flags\t\t: fpu avx2
+
+processor\t: 1
+model name\t: Another
+"""
+
+
+@pytest.fixture
+def environment(tmp_path):
+    """The environment of a launch whose caches lie in this test's folder."""
+    return {"TRAINCKPT_CACHE": str(tmp_path / "cache")}
+
+
+def test_the_folder_is_private_and_named_after_the_toolchain(environment):
+    found = variables("shared", environment)
+    inductor, triton = (
+        Path(found[name]) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    )
+    assert inductor.parent == triton.parent
+    assert inductor.parts[-4:] == ("compile", compile_folder.toolchain(), "shared", "inductor")
+    for folder in list(inductor.parents)[:4]:
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert folder_in_use({**environment, **found}) == inductor.parent
+
+
+@pytest.mark.parametrize("name", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"])
+def test_a_folder_of_the_users_own_is_left_alone(environment, name):
+    environment[name] = "/scratch/caches"
+    assert variables("shared", environment) == {}
+    assert not Path(environment["TRAINCKPT_CACHE"]).exists()
+    assert folder_in_use(environment) is None
+    assert not is_ours(name, environment)
+
+
+def test_a_folder_open_to_others_is_not_used(environment):
+    Path(environment["TRAINCKPT_CACHE"]).mkdir(mode=0o755)
+    with pytest.raises(PermissionError, match="another user"):
+        variables("shared", environment)
+
+
+def test_a_link_is_not_followed(environment, tmp_path):
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    Path(environment["TRAINCKPT_CACHE"]).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError):
+        variables("shared", environment)
+
+
+def test_a_file_system_without_programs_is_not_used(environment, monkeypatch):
+    real = os.statvfs
+
+    def mounted_noexec(path):
+        return SimpleNamespace(f_flag=real(path).f_flag | os.ST_NOEXEC)
+
+    monkeypatch.setattr(os, "statvfs", mounted_noexec)
+    with pytest.raises(OSError, match="noexec"):
+        variables("shared", environment)
+
+
+def test_another_processor_or_instruction_is_another_toolchain():
+    facts = cpu_facts(CPU)
+    assert facts == {"model name": "A CPU", "flags": "fpu avx2"}
+    assert cpu_facts(CPU.replace("2600", "3100")) == facts
+    assert cpu_facts(CPU.replace("avx2", "avx2 avx512f")) != facts
+
+
+def test_another_torch_is_another_toolchain(monkeypatch):
+    before = compile_folder.toolchain()
+    assert compile_folder.toolchain() == before
+    monkeypatch.setattr(compile_folder.metadata, "version", lambda package: "9.9")
+    assert compile_folder.toolchain() != before
+
+
+def test_records_hold_the_users_folder_and_not_ours(environment):
+    own = variables("shared", environment)
+    assert not own.keys() & redact_environment({**environment, **own}).keys()
+    users = {"TORCHINDUCTOR_CACHE_DIR": "/scratch/caches"}
+    assert redact_environment(users) == users
