@@ -85,6 +85,7 @@ def is_row(value):
         ("lightning", "csv"),
         ("lightning", "wandb"),
         ("transformers", "wandb"),
+        ("transformers", "mlflow"),
     ],
 )
 def test_each_step_is_there_once_after_three_sigkills(tmp_path, loop, tracker):

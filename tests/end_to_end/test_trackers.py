@@ -126,6 +126,57 @@ def test_what_another_program_wrote_in_the_folder_is_left(tmp_path):
     assert other.read_bytes() == b"of another program"
 
 
+def test_other_writers_of_this_process_are_left_also_one_folder_below(tmp_path):
+    writers, folder, others = [], tmp_path / "logs", [tmp_path / "logs", tmp_path / "logs/other"]
+
+    def open_log(ckpt):
+        log = logs_to(folder, writers)(ckpt)
+        more = [SummaryWriter(place, filename_suffix=".untracked") for place in others]
+
+        def logs(name, value, at):
+            log(name, value, at)
+            writers[-1].add_scalars("all", {name: value}, at)
+            for writer in more:
+                writer.add_scalar("untracked", value, at)
+                writer.flush()
+
+        return logs
+
+    killed(tmp_path / "run", open_log, crash_at=6)
+    before = [path.read_bytes() for path in sorted(folder.rglob("*.untracked"))]
+    train(tmp_path / "run", open_log)
+    writers[-1].close()
+    after = [path.read_bytes() for path in sorted(folder.rglob("*.untracked"))]
+    assert len(before) == len(others)
+    assert set(before) <= set(after)
+    steps = [step for step, _ in shown(folder / "all_loss")["all"]]
+    assert steps == list(range(MICRO_BATCHES))
+
+
+def test_another_run_of_the_same_host_and_process_id_is_left(tmp_path):
+    """As containers have them that all have one name, and whose first process is the training."""
+    writers, folder = [], tmp_path / "logs"
+    killed(tmp_path / "run", logs_to(folder, writers), crash_at=6)
+    own = set(folder.iterdir())
+    train(tmp_path / "other", logs_to(folder, writers))
+    writers[-1].close()
+    other = {path: path.read_bytes() for path in set(folder.iterdir()) - own}
+    train(tmp_path / "run", logs_to(folder, writers))
+    assert {path: path.read_bytes() for path in other} == other
+
+
+def test_a_second_attempt_in_one_process_goes_on_with_the_same_writer(tmp_path, straight):
+    writer = SummaryWriter(tmp_path / "logs")
+    writer.add_text("script", "text before training")
+
+    def open_log(ckpt):
+        return ckpt.track_run(writer).add_scalar
+
+    with_three_kills(tmp_path / "run", open_log)
+    writer.close()
+    assert shown(tmp_path / "logs") == same_as(straight)
+
+
 def test_what_was_cut_off_is_kept_beside_it(tmp_path):
     writers, folder = [], tmp_path / "logs"
     killed(tmp_path / "run", logs_to(folder, writers), crash_at=6)
@@ -148,7 +199,7 @@ def test_a_run_that_begins_anew_leaves_the_writer_as_it_is(tmp_path, straight):
 
 
 def test_what_cannot_be_cut_back_is_refused_with_what_to_do(tmp_path):
-    store = SimpleNamespace(log_dir="s3://bucket/logs", _get_file_writer=None)
+    store = SimpleNamespace(log_dir="s3://bucket/logs", _get_file_writer=None, filename_suffix="")
     store = type("SummaryWriter", (SimpleNamespace,), {})(**vars(store))
     with Checkpointer(tmp_path / "run", **Parts().tracked()) as ckpt:
         with pytest.raises(ConfigurationError, match=r"s3://bucket/logs cannot be cut back"):

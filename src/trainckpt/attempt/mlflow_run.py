@@ -43,6 +43,9 @@ class MLflowRun:
 
     def position(self) -> int:
         """Return the time in milliseconds; what is logged later has a later one."""
+        import mlflow
+
+        mlflow.flush_async_logging()  # a kill ends the thread that the Trainer leaves rows to
         now_ms = time.time_ns() // 1_000_000
         time.sleep(0.001)
         return now_ms
@@ -120,4 +123,6 @@ def _delete_lines(folder: Path, time_ms: int) -> None:
         if not kept:
             path.unlink()
         elif len(kept) < len(lines):
-            path.write_text("".join(kept))
+            shortened = folder / "metrics.cut"  # a kill amid this loses no row
+            shortened.write_text("".join(kept))
+            shortened.replace(path)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from trainckpt.snapshot import attempt_history
 from trainckpt.state.adapters import tracked_run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
     from typing import TypeAlias
 
     from trainckpt.attempt.record_writer import RecordWriter
@@ -78,8 +79,8 @@ class TrackedRuns:
         number = sum(name.startswith(f"{kind.name}.") for name in self._registry.runs)
         name, own = f"{kind.name}.{number}", record_writer.record
         records = {} if self.begins_anew else _read_records(self._tier)
-        processes = self._processes([*records.values(), own])
-        tracked = kind(run, place=self._tier.url, processes=processes)
+        of_this = f"{self._tier.url} {self._rank} {name}"
+        tracked = kind(run, place=self._tier.url, mark=sha256(of_this.encode()).hexdigest()[:12])
         before = self._saved.get(name) or self._begun_alike(name, own, records)
         if before is not None and before.get("place") != self._tier.url:
             logger.warning(
@@ -104,14 +105,6 @@ class TrackedRuns:
         self._registry.runs[name] = tracked
         record_writer.set_fact(FACT, name, tracked_run.position_of(tracked))
         return tracked.run
-
-    def _processes(self, records: Iterable[AttemptRecord]) -> set[tuple[Any, Any]]:
-        """Return host and process id of this rank in each of the attempts."""
-        found = set()
-        for record in records:
-            hosts, pids = record.facts.get("hosts", ()), record.facts.get("pids", ())
-            found |= set(list(zip(hosts, pids, strict=False))[self._rank : self._rank + 1])
-        return found
 
     def _begun_alike(
         self, name: str, own: AttemptRecord, records: Mapping[int, AttemptRecord]
@@ -150,25 +143,29 @@ class _TensorBoard:
     """A `SummaryWriter` of torch: the event files of its directory, each cut back to its length.
 
     What is cut off is kept beside its file, under a name that TensorBoard does not read. Files of
-    other programs are left alone: the host and the process id in the name of an event file have to
-    be those of this rank in one of the run's attempts. What this attempt wrote before the resume is
-    dropped: an earlier attempt has written it too.
+    other writers are left alone, in the same process too: the names of those that the writer makes
+    from here on end with a mark of the run directory, the rank and the writer's number. What this
+    attempt wrote before the resume is dropped: an earlier attempt has written it too.
     """
 
     name = "tensorboard"
 
-    def __init__(self, run: Any, *, place: str, processes: set[tuple[Any, Any]]) -> None:
+    def __init__(self, run: Any, *, place: str, mark: str) -> None:
         self.run, self.place = run, place
-        self._marks = [f".{host}.{process}." for host, process in processes]
+        self._mark = f".trainckpt-{mark}"
+        if self._mark not in run.filename_suffix:
+            run.filename_suffix += self._mark
         if "://" in str(run.log_dir):
             raise ConfigurationError(
                 f"the event files in {run.log_dir} cannot be cut back: they are in a store",
                 hint="log to a directory, or pass SummaryWriter(..., purge_step=ckpt.cursor.step)",
             )
+        self._unmarked = {os.path.relpath(path, self.id) for path in self._open_files()}
 
     @staticmethod
     def takes(run: Any) -> bool:
-        return type(run).__name__ == "SummaryWriter" and hasattr(run, "_get_file_writer")
+        names = ("_get_file_writer", "filename_suffix")  # tensorboardX has no such suffix
+        return type(run).__name__ == "SummaryWriter" and all(hasattr(run, name) for name in names)
 
     @property
     def id(self) -> str:
@@ -179,29 +176,36 @@ class _TensorBoard:
         return {name: path.stat().st_size for name, path in self._files().items()}
 
     def go_on(self, directory: str, lengths: dict[str, int], attempt: int) -> None:
-        own = [Path(each.event_writer._file_name) for each in (self.run.all_writers or {}).values()]
+        own, then = self._open_files(), {Path(directory, name) for name in lengths}
         self.run.close()  # its next use opens a new file
         for path in own:
-            path.unlink(missing_ok=True)
+            if path not in then:  # a second attempt in one process goes on in its file
+                path.unlink(missing_ok=True)
         _leave(self.id, directory)
         self.run.log_dir = directory
+        self._unmarked = set(lengths)
         found = {name: (path, path.stat().st_size) for name, path in self._files().items()}
         for name, (path, length) in found.items():
             if length > lengths.get(name, 0):
                 _cut_event_file(path, lengths.get(name, 0), attempt)
-        for name, then in lengths.items():
+        for name, length in lengths.items():
             now = found[name][1] if name in found else 0
-            if now < then:
-                logger.warning("%s/%s has %d bytes, and had %d", directory, name, now, then)
+            if now < length:
+                logger.warning("%s/%s has %d bytes, and had %d", directory, name, now, length)
+
+    def _open_files(self) -> list[Path]:
+        writers = (self.run.all_writers or {}).values()
+        return [Path(writer.event_writer._file_name).absolute() for writer in writers]
 
     def _files(self) -> dict[str, Path]:
         """Return the event files of this run, also those of `add_scalars` one folder below."""
         folder = Path(self.id)
-        found = [*folder.glob("*tfevents*"), *folder.glob("*/*tfevents*")]
+        paths = [*folder.glob("*tfevents*"), *folder.glob("*/*tfevents*")]
+        names = {str(path.relative_to(folder)): path for path in paths}
         return {
-            str(path.relative_to(folder)): path
-            for path in found
-            if any(mark in path.name for mark in self._marks)
+            name: path
+            for name, path in names.items()
+            if name in self._unmarked or path.name.endswith(self._mark)
         }
 
 

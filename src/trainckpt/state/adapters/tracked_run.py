@@ -44,8 +44,8 @@ def capture(out: Captured, runs: dict[str, TrackedRun]) -> None:
     for name, run in runs.items():
         try:
             found[name] = position_of(run)
-        except OSError as error:
-            warnings.warn(f"a resume may repeat steps in {name}: {error}", stacklevel=2)
+        except Exception as error:  # noqa: BLE001 - each tracker has errors of its own
+            warnings.warn(f"a resume may repeat steps in {name}: {error!r}", stacklevel=2)
     if found:
         out.values[PART] = out.encode(found, PART)
 
