@@ -23,6 +23,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from trainckpt.attempt.git_commit import GitCommit
 from trainckpt.attempt.log import logger, prepare
 from trainckpt.attempt.options import TABLE, pop_data_world, read_options
 from trainckpt.attempt.progress_counter import ProgressCounter
@@ -100,6 +101,7 @@ class Checkpointer:
         self._tier = run_url.open_run_tier(run)
         slower = open_slower(self.options.tiers, self.options.durable, self._tier)
         self._world = current_world()
+        commit = GitCommit() if self._world.rank == 0 else None
         data_world = pop_data_world(keywords)
         self._position = ProgressCounter(self.options.accumulate)
         self._loop_checks = self._position.checks
@@ -167,6 +169,7 @@ class Checkpointer:
             hooks=self._hooks,
             slower=slower,
             data_world=data_world,
+            git_commit=commit,
         )
 
     @property
@@ -492,8 +495,9 @@ class Checkpointer:
     def _at_window_end(self, attempt: Attempt) -> None:
         if attempt.survival is not None:
             attempt.survival.record(self._position.cursor)  # in case other ranks die
-        if attempt.windows is not None and not attempt.windows.is_over:
-            attempt.windows.reach(self._position.step, self._position.window)
+        for observer in attempt.observers:
+            if not observer.is_over:
+                observer.reach(self._position.step, self._position.window)
         if self._position.step >= attempt.weight_check.due_step:
             attempt.weight_check.reach(self._position.step)
 

@@ -42,7 +42,7 @@ from trainckpt.resume.report import (
     said_by_objects,
 )
 from trainckpt.resume.resume import ResumePoint, begin, record_parent, record_refusal
-from trainckpt.resume.script_changes import ObservedWindows, given_by_script
+from trainckpt.resume.script_changes import ObservedCommit, ObservedWindows, given_by_script
 from trainckpt.resume.start_log import log_start
 from trainckpt.resume.weight_check import WeightCheck, recorded_digests
 from trainckpt.run_directory.tier_config import WHERE, TierConfig, where
@@ -66,6 +66,7 @@ from trainckpt.storage.local import LocalTier
 from trainckpt.storage.shared_memory import reclaim
 
 if TYPE_CHECKING:
+    from trainckpt.attempt.git_commit import GitCommit
     from trainckpt.attempt.options import DataWorld, Options
     from trainckpt.attempt.progress_counter import ProgressCounter
     from trainckpt.attempt.script_hooks import Hooks
@@ -98,6 +99,7 @@ class RankContext:
         slower: The slower tiers named by the options.
         data_world: Groups of ranks with different data, if the script declares them.
         problems: Reasons against a bitwise resume found in the script's objects.
+        git_commit: Of the script, asked for on rank 0 alone.
     """
 
     options: Options
@@ -120,6 +122,7 @@ class RankContext:
     hooks: Hooks
     slower: TierConfig
     data_world: DataWorld | None = None
+    git_commit: GitCommit | None = None
 
     @cached_property
     def channel(self) -> RankStore:
@@ -133,7 +136,7 @@ class Attempt:
 
     Attributes:
         beginning: The attempt's starting point.
-        windows: Observer of the windows' length, on rank 0.
+        observers: Of what is known only in training, on rank 0.
         survival: Setup for saves after other ranks die; None: no such saves.
     """
 
@@ -144,7 +147,7 @@ class Attempt:
     shutdown: Shutdown
     schedule: SaveSchedule
     weight_check: WeightCheck
-    windows: ObservedWindows | None = None
+    observers: tuple[ObservedWindows | ObservedCommit, ...] = ()
     survival: SurvivorSetup | None = None
 
 
@@ -201,7 +204,7 @@ def _begin(context: RankContext, mode: str) -> ResumePoint:
         context.listener.start(attempt, context.channel, stop_mode)
 
     with context.registry.unchanged():
-        given = given_by_script(context.registry, options, context.world.rank)
+        given = given_by_script(context.registry, options, context.git_commit)
         capture(context.registry)  # refuse an unstorable state now, not at the first save
         return begin(
             tier=context.tier,
@@ -296,7 +299,7 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
         shutdown=shutdown,
         schedule=schedule,
         weight_check=weight_check,
-        windows=_build_windows(context, beginning, record_writer, report),
+        observers=_build_observers(context, beginning, record_writer, report),
         survival=survival,
     )
 
@@ -349,15 +352,18 @@ def _build_schedule(context: RankContext, beginning: ResumePoint) -> SaveSchedul
     )
 
 
-def _build_windows(
+def _build_observers(
     context: RankContext,
     beginning: ResumePoint,
     record_writer: RecordWriter,
     report: ResumeReport,
-) -> ObservedWindows | None:
-    if context.world.rank or beginning.script is None:
-        return None
-    return ObservedWindows(beginning.script, record_writer, report, context.position.step)
+) -> tuple[ObservedWindows | ObservedCommit, ...]:
+    if context.git_commit is None or beginning.script is None:
+        return ()
+    return (
+        ObservedWindows(beginning.script, record_writer, report, context.position.step),
+        ObservedCommit(beginning.script, record_writer, context.git_commit),
+    )
 
 
 def _build_weight_check(

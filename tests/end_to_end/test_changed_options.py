@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from types import ModuleType
@@ -17,6 +18,9 @@ from tests.end_to_end.training import Crash, record
 from trainckpt import Checkpointer
 from trainckpt.cli.main import main
 from trainckpt.errors import ConfigurationError, StateMismatch
+from trainckpt.resume import script_changes
+
+WAIT_S = 60.0
 
 PARTS = {"lr": (0.1, 0.5), "weight_decay": (0.0, 0.25), "betas": ((0.9, 0.999), (0.8, 0.9))}
 KINDS = {"lr": "learning rate", "weight_decay": "weight decay", "betas": "optimizer"}
@@ -300,6 +304,12 @@ def test_other_data_begin_with_an_epoch(tmp_path, caplog, kind, made):
 # ---- arguments, git commit
 
 
+def be_script(path, monkeypatch):
+    script = ModuleType("__main__")
+    script.__file__ = str(path)
+    monkeypatch.setitem(sys.modules, "__main__", script)
+
+
 def test_other_arguments_and_another_commit_are_listed_and_recorded(
     tmp_path, caplog, capsys, monkeypatch
 ):
@@ -310,9 +320,8 @@ def test_other_arguments_and_another_commit_are_listed_and_recorded(
         )
         return run.stdout.strip()
 
-    script = ModuleType("__main__")
-    script.__file__ = str(tmp_path / "train.py")
-    monkeypatch.setitem(sys.modules, "__main__", script)
+    monkeypatch.setattr(script_changes, "GIT_WAIT_S", WAIT_S)  # a busy machine is slow too
+    be_script(tmp_path / "train.py", monkeypatch)
     (tmp_path / "train.py").write_text("1")
     git("init", "-q")
     git("add", "train.py")
@@ -341,3 +350,29 @@ def test_other_arguments_and_another_commit_are_listed_and_recorded(
     for kind in ("arguments", "git commit"):
         with pytest.raises(StateMismatch, match=f"and {kind} may not"):
             Training().run(place, 6, changed={kind: "refuse"})
+
+
+def test_a_slow_git_holds_up_no_step_and_its_commit_is_listed_once_it_is_known(
+    tmp_path, caplog, monkeypatch
+):
+    git, answer, place = tmp_path / "git", tmp_path / "answer", tmp_path / "run"
+    be_script(tmp_path / "train.py", monkeypatch)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    git.write_text(f"#!/bin/sh\necho {'1' * 40}")
+    git.chmod(0o700)
+    with monkeypatch.context() as patch:
+        patch.setattr(script_changes, "GIT_WAIT_S", WAIT_S)
+        Training().run(place, 2)
+    git.write_text(f"#!/bin/sh\ncat {answer}")  # waits for what is written
+    os.mkfifo(answer)
+    training = Training()
+    with Checkpointer(place, **vars(training)) as ckpt:
+        while ckpt.cursor.step < 6:
+            ckpt.boundary()
+            if ckpt.cursor.step == 4:
+                assert rows(caplog) == []
+                answer.write_text("2" * 40)
+                assert ckpt._context.git_commit.is_known_within(WAIT_S)
+            training.optimizer.step()
+    assert rows(caplog) == [f"git commit script {'1' * 10} {'2' * 10} script"]
+    assert record(place, 2)["script"]["git commit"] == "2" * 40

@@ -19,7 +19,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -39,7 +38,6 @@ AT_VARIABLE = "TRAINCKPT_RESUME_AT"
 ACCEPT_OLDER_VARIABLE = "TRAINCKPT_ACCEPT_OLDER"
 DUMPS_VARIABLE = "TRAINCKPT_CAN_DUMP"  # its supervisor can dump it
 PYTHON, TORCHRUN, ACCELERATE, SRUN = "python", "torchrun", "accelerate", "srun"
-GIT_TIMEOUT_S = 5.0  # a repository on a slow network file system
 START_AGAIN = "start the script again as before"
 _RECORDED = re.compile(
     r"TRAINCKPT_|OMP_NUM_THREADS|MKL_|TORCH|CUDA_|CUBLAS_|NCCL_|GLOO_|PYTHONHASHSEED|PYTHONPATH"
@@ -81,30 +79,6 @@ def describe(
 def script_arguments() -> list[str]:
     """Return the script's own arguments, with secrets replaced."""
     return redact_arguments(sys.argv[1:])
-
-
-def git_commit() -> str | None:
-    """Return the git commit of the script's directory, with "-dirty" after local changes.
-
-    None without a script, a repository or git.
-    """
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
-    if script is None:
-        return None
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        found = subprocess.run(
-            command,
-            cwd=Path(script).resolve().parent,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=GIT_TIMEOUT_S,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found.stdout.decode(errors="replace").strip() or None
 
 
 def kind_of_launch(environment: Mapping[str, str]) -> str:

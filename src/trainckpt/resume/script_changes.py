@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainckpt.attempt import launch
+from trainckpt.attempt import git_commit, launch
 from trainckpt.attempt.log import logger
 from trainckpt.errors import StateMismatch, TrainckptError
 from trainckpt.format import changes as kinds
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from trainckpt.attempt.git_commit import GitCommit
     from trainckpt.attempt.options import Options
     from trainckpt.attempt.record_writer import RecordWriter
     from trainckpt.format.names import SnapshotName
@@ -61,6 +62,7 @@ FACT = "script"  # in the attempt's record
 _RATES = ("base_lrs", "_last_lr")  # of a schedule: they follow the optimizer's learning rate
 _CLASS = " (class)"
 _LONGEST = 60  # characters of a value in the table
+GIT_WAIT_S = 0.1  # at a start: git names most commits in less
 _WINDOWS = 3  # trained until those of a window are known
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
 
@@ -73,23 +75,35 @@ class ScriptChanges:
         script: What the script gives, as it counts in this attempt, for its record.
         changes: The differences, of all ranks.
         accumulation: Micro-batches of a window in the attempt of the snapshot; None if unknown.
+        commit: Git commit of the script in that attempt; None if unknown.
     """
 
     script: Mapping[str, Any]
     changes: tuple[Change, ...] = ()
     accumulation: Any = None
+    commit: Any = None
 
 
-def given_by_script(registry: Registry, options: Options, rank: int) -> dict[str, Any]:
-    """Return what the script gives, as JSON values. Call it before anything is restored."""
+def given_by_script(
+    registry: Registry, options: Options, commit: GitCommit | None
+) -> dict[str, Any]:
+    """Return what the script gives, as JSON values. Call it before anything is restored.
+
+    Args:
+        registry: The tracked state.
+        options: Of the user.
+        commit: Rank 0's; left out if git has not named it yet, and its difference is not refused.
+    """
     given: dict[str, Any] = {
         kinds.ACCUMULATION: options.accumulate,
         kinds.DROPOUT: {name: _one_or_all(found) for name, found in _dropouts(registry).items()},
         kinds.SCHEDULE: _schedule_numbers(registry),
     }
-    if rank == 0:
+    if commit is not None:
         given[kinds.ARGUMENTS] = launch.script_arguments()
-        given[kinds.GIT_COMMIT] = launch.git_commit()
+        refuses = registry.choices[kinds.GIT_COMMIT] == REFUSE
+        if commit.is_known_within(git_commit.TIMEOUT_S if refuses else GIT_WAIT_S):
+            given[kinds.GIT_COMMIT] = commit.value
     return given
 
 
@@ -134,7 +148,7 @@ def settle(
     for kind in (kinds.DROPOUT, kinds.SCHEDULE):  # the next resume compares with what counts
         if registry.choices[kind] == SNAPSHOT:
             script[kind] = {**given[kind], **_mapping(then, kind)}
-    return ScriptChanges(script, found, then.get(kinds.ACCUMULATION))
+    return ScriptChanges(script, found, then.get(kinds.ACCUMULATION), then.get(kinds.GIT_COMMIT))
 
 
 def restored(changes: Iterable[Change]) -> list[Restored]:
@@ -198,6 +212,29 @@ class ObservedWindows:
             self._report.note(restored([change]))
 
 
+class ObservedCommit:
+    """The git commit, where git named it after the start. Rank 0, training thread.
+
+    Attributes:
+        is_over: It is known, and compared with that of the snapshot's attempt.
+    """
+
+    def __init__(
+        self, script: ScriptChanges, record_writer: RecordWriter, commit: GitCommit
+    ) -> None:
+        self.is_over = kinds.GIT_COMMIT in script.script
+        self._script, self._record_writer, self._commit = script, record_writer, commit
+
+    def reach(self, *_: object) -> None:
+        """Compare the commit once it is known. At the end of a window."""
+        if not self._commit.is_known_within(0):
+            return
+        self.is_over = True
+        then, now = self._script.commit, self._commit.value
+        self._record_writer.keep_fact(FACT, kinds.GIT_COMMIT, now)
+        log(_commit_changes(then, now, SCRIPT))
+
+
 # ---- the comparison
 
 
@@ -221,10 +258,13 @@ def _compare(
         used = choices[kinds.ARGUMENTS]
         found.append(Change(kinds.ARGUMENTS, "script", gone, added, used))
     old, new = then.get(kinds.GIT_COMMIT), given.get(kinds.GIT_COMMIT)
-    if None not in (old, new) and old != new:
-        used = choices[kinds.GIT_COMMIT]
-        found.append(Change(kinds.GIT_COMMIT, "script", _commit(old), _commit(new), used))
-    return found
+    return [*found, *_commit_changes(old, new, choices[kinds.GIT_COMMIT])]
+
+
+def _commit_changes(then: Any, now: Any, used: str) -> list[Change]:
+    if None in (then, now) or then == now:
+        return []
+    return [Change(kinds.GIT_COMMIT, "script", _commit(then), _commit(now), used)]
 
 
 def _mapping(facts: Mapping[str, Any], key: str) -> Mapping[str, Any]:
