@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import json_io
@@ -27,8 +27,7 @@ UNCUT_BYTES = 1 << 16  # a tensor up to this size is stored by one replica
 MAX_MESH_DIMS = 8
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """A box of elements: `offset` is the first in each dimension, `shape` their number."""
 
     offset: Counts
@@ -71,6 +70,13 @@ class Layout:
     base: int
     dims: tuple[int | None, ...]
     order: Counts
+
+    def __hash__(self) -> int:
+        return self._hash  # each tensor of a save looks its layout up
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.mesh, self.strides, self.base, self.dims, self.order))
 
     @cached_property
     def num_replicas(self) -> int:

@@ -11,7 +11,7 @@ import base64
 import binascii
 from dataclasses import astuple, dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import digest, exactness, json_io, names
@@ -225,8 +225,7 @@ SPLIT = "split"  # one copy, its regions spread over the files
 RANK = "rank"  # every rank has its own, in its own file
 
 
-@dataclass(frozen=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One tensor: safetensors type, whole shape, and the ranks it is split over.
 
     `layout` None: it is each rank's own.

@@ -199,6 +199,19 @@ class ShardHeader:
         """Return the bytes of all regions."""
         return sum(region.num_bytes for region in self.regions)
 
+    @cached_property
+    def members(self) -> str:
+        """Return the JSON members of all regions; they do not depend on digests."""
+        entries = {
+            region.key: {
+                "dtype": region.dtype,
+                "shape": region.shape,
+                "data_offsets": [region.first_byte, region.first_byte + region.num_bytes],
+            }
+            for region in self.regions
+        }
+        return json.dumps(entries, separators=(",", ":"), ensure_ascii=True)[1:-1]
+
 
 def lay_out(regions: Sequence[Region]) -> tuple[Region, ...]:
     """Assign each region its place in the file.
@@ -233,15 +246,8 @@ def build(header: ShardHeader) -> bytes:
 
     The length does not depend on the digests, which may be missing.
     """
-    entries: dict[str, Any] = {"__metadata__": {METADATA_KEY: _metadata(header)}}
-    for region in header.regions:
-        last_byte = region.first_byte + region.num_bytes
-        entries[region.key] = {
-            "dtype": region.dtype,
-            "shape": list(region.shape),
-            "data_offsets": [region.first_byte, last_byte],
-        }
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=True).encode()
+    metadata = json_io.canonical({"__metadata__": {METADATA_KEY: _metadata(header)}}).decode()
+    text = (f"{metadata[:-1]},{header.members}}}" if header.members else metadata).encode()
     text += b" " * (-(8 + len(text)) % PAGE_BYTES)
     if len(text) > MAX_HEADER_BYTES:
         raise UnusableSnapshot(f"a header of {len(text)} bytes is more than safetensors reads")
@@ -301,8 +307,10 @@ def parse(head: bytes | memoryview, what: str, *, file_bytes: int | None) -> Sha
 
 def with_digests(header: ShardHeader, digests: Mapping[str, str]) -> ShardHeader:
     """Return the header with the digest of each region filled in, by region key."""
-    regions = tuple(r.digested(digests[r.key]) for r in header.regions)
-    return replace(header, regions=regions)
+    members = header.members
+    header = replace(header, regions=tuple(r.digested(digests[r.key]) for r in header.regions))
+    vars(header)["members"] = members  # spelled once for all saves of a layout
+    return header
 
 
 def _metadata(header: ShardHeader) -> str:

@@ -168,7 +168,7 @@ def plan_save(
     split: dict[Layout, list[Region]] = {}
     for region in regions:
         layout = layouts.get(region.tensor)
-        if layout is None:
+        if layout is None or (layout.num_replicas == 1 and region.num_bytes):
             own.append(region)
         else:
             split.setdefault(layout, []).append(region)

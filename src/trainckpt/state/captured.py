@@ -106,15 +106,17 @@ class Captured:
         and the parameters' parts still match those in an older file.
         """
         plain = replicated(world)
+        if not self.placed and plain.num_replicas == 1:
+            return dict.fromkeys(self.groups, plain)
         met: dict[tuple[Layout, int], Layout] = {}
-        found: dict[str, Layout] = {}
+        layouts: dict[str, Layout] = {}
         for name, group in self.groups.items():
             layout = self.placed[name].layout if name in self.placed else plain
             key = layout, self.apart.get(group, 0)
             if key not in met:
                 met[key] = layout.respelled(key[1]) if layout.num_replicas > 1 else layout
-            found[name] = met[key]
-        return found
+            layouts[name] = met[key]
+        return layouts
 
     def _add_subclass(
         self, name: str, tensor: torch.Tensor, flat: tensor_subclasses.Flat, group: str

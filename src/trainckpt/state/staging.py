@@ -378,6 +378,8 @@ def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
 def source_of(captured: Captured, region: Region) -> torch.Tensor:
     """Return the rows of a live tensor stored by a region."""
     tensor = _as_stored(captured.tensors[region.tensor])
+    if region.num_bytes and region.shape == region.of:
+        return tensor
     if 0 in region.shape:
         return tensor.new_empty(region.shape)
     if not region.shape or tensor.shape[0] == region.shape[0]:
