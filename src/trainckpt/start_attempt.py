@@ -6,6 +6,7 @@ holds the additional ones, once the attempt is claimed and the snapshot applied.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from dataclasses import dataclass, replace
@@ -337,9 +338,10 @@ def _log_start(
         initial=initial,
         data_world=context.data_world,
     )
-    grace_s = context.listener.grace_s
-    within = "" if grace_s is None else f", within {grace_s:g} s of a signal"
-    logger.debug("a stop falls on %s%s", context.listener.stop_mode.describe(), within)
+    if logger.isEnabledFor(logging.DEBUG):  # the description weighs the whole state
+        grace_s = context.listener.grace_s
+        within = "" if grace_s is None else f", within {grace_s:g} s of a signal"
+        logger.debug("a stop falls on %s%s", context.listener.stop_mode.describe(), within)
 
 
 def _build_schedule(context: RankContext, beginning: ResumePoint) -> SaveSchedule:

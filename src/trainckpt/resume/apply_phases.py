@@ -156,14 +156,15 @@ class PhasedRestore:
         if not evaluation and self._skipping is None:  # else the script only repeats its work
             self._say_undone()
         self._position.restore(self._at, window=self._window, arrived=True)
-        if bool(evaluation) == bool(wanted) and not self._registry.is_over:
-            apply.apply_modes(self._registry, saved)
-        apply.apply_rng(self._registry, saved)
-        self._otherwise = {
-            name: was
-            for model in self._registry.models
-            for name, was in model.frozen_otherwise(saved).items()
-        }
+        with self._registry.unchanged():
+            if bool(evaluation) == bool(wanted) and not self._registry.is_over:
+                apply.apply_modes(self._registry, saved)
+            apply.apply_rng(self._registry, saved)
+            self._otherwise = {
+                name: was
+                for model in self._registry.models
+                for name, was in model.frozen_otherwise(saved).items()
+            }
         self._hidden = apply.hidden_in_ddp(saved)
         self._registry.callback_values.restore(saved)
         self._registry.script_variables.restore(saved)

@@ -231,8 +231,8 @@ def _forward_sync(registry: Registry, saved: Saved) -> None:
 
 
 def _optimizers(registry: Registry, saved: Saved) -> None:
-    names = registry.parameter_names()
-    parameters = registry.model_parameters()
+    with registry.unchanged():
+        names, parameters = registry.parameter_names(), registry.model_parameters()
     for optimizer in registry.optimizers:
         if optimizer.name in saved.values:
             optimizer.add_groups(saved, parameters)
@@ -247,8 +247,10 @@ def _generics(registry: Registry, saved: Saved) -> None:
 def _used_parameters(registry: Registry, saved: Saved) -> None:
     stored = saved.values[gradients.PART]
     for model in registry.models:
-        used = [parameter for name, parameter in model.parameters() if name in stored]
-        ddp.apply_used_parameters(model.reducing, saved.values[DDP].get(model.name), used)
+        hidden = saved.values[DDP].get(model.name)
+        if hidden is not None:
+            used = [parameter for name, parameter in model.parameters() if name in stored]
+            ddp.apply_used_parameters(model.reducing, hidden, used)
 
 
 def _plain_tensors(registry: Registry, saved: Saved) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -261,18 +262,21 @@ class Registry:
         Raises:
             ConfigurationError: A glob matches no tensor of any model; names similar ones.
         """
-        models = [model.name for model in self.models]
-        known = {name for model in self.models for name in model.names()}
-        chosen = select(globs, known, models)
+        names = {model: frozenset(model.names()) for model in self.models}
+        known = set(chain.from_iterable(names.values()))
+        chosen = select(globs, known, [model.name for model in self.models])
         for model in self.models:
-            model.excluded = frozenset(chosen.intersection(model.names()))
+            model.excluded = names[model].intersection(chosen)
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Return a context in which no model or optimizer gains or loses a parameter.
 
-        Such as one boundary. Training thread.
+        Such as one boundary. Training thread. Contexts may be nested.
         """
+        if self._is_unchanged:
+            yield
+            return
         with ExitStack() as stack:
             for model in self.models:
                 stack.enter_context(model.unchanged())
@@ -356,10 +360,11 @@ class Registry:
 
     def devices(self) -> list[torch.device]:
         """Return the devices of the computation, in the order of the first parameter on each."""
-        found = dict.fromkeys(parameter.device for parameter in self.all_parameters())
-        if any(device.type == "cpu" for device in found):  # some may be offloaded shards
-            found = dict.fromkeys(map(training_device, self.all_parameters()))
-        return list(found)
+        parameters = list(self.all_parameters())
+        devices = dict.fromkeys(parameter.device for parameter in parameters)
+        if any(device.type == "cpu" for device in devices):  # some may be offloaded shards
+            devices = dict.fromkeys(map(training_device, parameters))
+        return list(devices)
 
     def names(self) -> Iterator[str]:
         """Yield the names of all models, optimizers, objects and loaders."""

@@ -104,7 +104,11 @@ class ModelState:
         """Return a context in which the module gains or loses no tensor: it is walked only once.
 
         The walk of the context before is used again if the module has changed nothing since.
+        Contexts may be nested.
         """
+        if self._is_unchanged:
+            yield
+            return
         if self._walk is None or not self._walk.is_current():
             self._walk = ModuleWalk(self.module)
         self._is_unchanged = True
@@ -128,9 +132,10 @@ class ModelState:
 
     def names(self) -> list[str]:
         """Return the name of every parameter and buffer, once; also of buffers still None."""
-        names = [name for found in (self.parameters(), self._buffers()) for name, _ in found]
-        empty = [name for name, owner in self.owners().items() if owner.buffer is None]
-        return [*names, *empty]
+        with self.unchanged():
+            named = chain[tuple[str, torch.Tensor]](self.parameters(), self._buffers())
+            empty = [name for name, owner in self.owners().items() if owner.buffer is None]
+            return [*(name for name, _ in named), *empty]
 
     def left_out(self, values: Mapping[str, Any], stored: Container[str]) -> list[str]:
         """Return the tensors rightly missing from a snapshot: excluded then, or now."""
@@ -231,7 +236,7 @@ class ModelState:
         """
         live, prefix = self.tensors(), f"{self.name}/"
         stored = {name for name in saved.shapes if name.startswith(prefix)}
-        made = self._made_by_forward(saved)
+        made = _made_by_forward(self.owners(), saved)
         live = {n: t for n, t in live.items() if n not in saved.left and n not in made}
         transient = {self._full(path) for path in saved.values[self.name].get("transient", ())}
         unknown = (transient & stored) - live.keys() - made.keys()
@@ -299,11 +304,14 @@ class ModelState:
     @torch.no_grad()
     def apply_buffers(self, saved: Saved) -> None:
         """Copy this rank's buffers and extra state back; after DDP has been constructed."""
-        self._make_buffers(saved)
-        self._lay_buffers(saved)
-        for name, buffer in self._buffers():
+        owners = self.owners()
+        self._make_buffers(owners, saved)
+        self._lay_buffers(owners, saved)
+        with self.unchanged():
+            buffers, with_extra = self._buffers(), self._with_extra()
+        for name, buffer in buffers:
             copy(inner_tensors(buffer, name), saved)
-        for path, module in self._with_extra().items():
+        for path, module in with_extra.items():
             module.set_extra_state(saved.decode(saved.values[self.name]["extra"][path]))
 
     def owners(self) -> dict[str, Owner]:
@@ -314,45 +322,38 @@ class ModelState:
             for key in module._buffers
         }
 
-    def _made_by_forward(self, saved: Saved) -> dict[str, Owner]:
-        """Return restored buffers now None or of another shape."""
-        return {
-            name: owner
-            for name, owner in self.owners().items()
-            if name in saved.tensors and owner.differs(saved.tensors[name])
-        }
-
-    def _make_buffers(self, saved: Saved) -> None:
+    def _make_buffers(self, owners: Mapping[str, Owner], saved: Saved) -> None:
         """Set those buffers to the saved ones, and empty buffers to None again.
 
         Empty buffers were None at the first restore; a forward may have made them since.
         """
-        owners = self.owners()
-        for name, owner in self._made_by_forward(saved).items():
-            self._put(name, saved.tensor({"$tensor": name}, owner.device(self.module)), saved)
+        for name, owner in _made_by_forward(owners, saved).items():
+            buffer = saved.tensor({"$tensor": name}, owner.device(self.module))
+            self._put(name, buffer, owners, saved)
         if not saved.is_again:
             empty = {name for name, owner in owners.items() if owner.buffer is None}
             self._empty = empty - self.excluded
         for name in self._empty & owners.keys():
             owners[name].put(None)
 
-    def _lay_buffers(self, saved: Saved) -> None:
+    def _lay_buffers(self, owners: Mapping[str, Owner], saved: Saved) -> None:
         """Give each buffer its saved memory order: later results may round by it."""
         orders = saved.values[self.name].get("orders")
         if orders is None:  # an older release did not say
             return
-        for name, owner in self.owners().items():
+        for name, owner in owners.items():
             live = owner.buffer
             if live is None or name not in saved.tensors or not _is_dense(live):
                 continue
             then = orders.get(name, [])
             if memory_order(live) != then:
                 order = then or list(range(live.dim()))
-                self._put(name, in_memory_order(live.detach(), order), saved)
+                self._put(name, in_memory_order(live.detach(), order), owners, saved)
 
-    def _put(self, name: str, buffer: torch.Tensor, saved: Saved) -> None:
+    def _put(
+        self, name: str, buffer: torch.Tensor, owners: Mapping[str, Owner], saved: Saved
+    ) -> None:
         """Set a buffer under all its saved names."""
-        owners = self.owners()
         owners[name].put(buffer)
         for path, first in saved.values[self.name].get("tied buffers", {}).items():
             if self._full(first) == name and self._full(path) in owners:
@@ -482,6 +483,15 @@ def copy(live: Mapping[str, torch.Tensor], saved: Saved) -> None:
         else:
             _once(held).copy_(_once(held, saved.tensors[name]))
     copies.run(saved.num_threads)
+
+
+def _made_by_forward(owners: Mapping[str, Owner], saved: Saved) -> dict[str, Owner]:
+    """Return the owners of restored buffers that are None now or of another shape."""
+    return {
+        name: owner
+        for name, owner in owners.items()
+        if name in saved.tensors and owner.differs(saved.tensors[name])
+    }
 
 
 def _once(expanded: torch.Tensor, tensor: torch.Tensor | None = None) -> torch.Tensor:
