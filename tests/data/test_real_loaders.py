@@ -8,9 +8,7 @@ from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from tests.data import datasets as d
 from trainckpt.data.loader import TrackedLoader
-from trainckpt.data.state_differences import restored
 from trainckpt.errors import ConfigurationError
-from trainckpt.format.exactness import How
 
 pytestmark = pytest.mark.long  # `make test-long` installs these packages
 
@@ -147,12 +145,18 @@ def test_a_seeded_stream_of_webdataset_in_workers_is_exact_and_nothing_is_said(t
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # its open files
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
-def test_one_that_counts_its_epochs_in_this_process_is_named(tmp_path):
+def test_one_that_counts_its_epochs_in_this_process_is_exact(tmp_path):
     make = webdataset_in(tmp_path)
-    loader = TrackedLoader(make(0), name="train")
-    with pytest.warns(UserWarning, match=r"train: dataset\.pipeline.*epoch.* changed over a pass"):
-        list(loader)
-    assert restored("train", loader.state(), in_place=True)[0].how is How.NOT_KEPT
+    assert_exact(lambda: make(0), (3, 6, 7, 11))
+
+
+def test_shards_that_are_resampled_by_the_time_are_refused(tmp_path):
+    wds = pytest.importorskip("webdataset")
+    rows = wds.WebDataset(
+        str(tmp_path / "{0..3}.tar"), resampled=True, shardshuffle=False, empty_check=False
+    )
+    with pytest.raises(ConfigurationError, match=r"ResampledShards\(urls, deterministic=True\)"):
+        TrackedLoader(DataLoader(rows), name="train")
 
 
 def texts(rows):

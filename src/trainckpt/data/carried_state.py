@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import IterDataPipe, MapDataPipe
 
 from trainckpt.data import randomness
+from trainckpt.data.iterable import are_equal
 from trainckpt.data.pass_history import fingerprint
 from trainckpt.data.state_dict_methods import has_usable_state
 
@@ -63,9 +64,12 @@ def capture(roots: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restore(roots: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Load the result of `capture`."""
+    """Load the result of `capture` where it is not the present state.
+
+    A dataset of Hugging Face draws otherwise in workers once any state was loaded into it.
+    """
     for name, root in _stateful(roots):
-        if name in saved:
+        if name in saved and not are_equal(root.state_dict(), saved[name]):
             root.load_state_dict(copy.deepcopy(saved[name]))
 
 

@@ -312,10 +312,18 @@ def walk(
             continue
         if depth < DEPTH and len(queue) < OBJECTS:
             queue.extend(
-                (path + step, part, depth + 1)
+                (path + step, part, depth + (not _is_stage(part)))
                 for step, part in _children(value)
                 if not _is_left_out(part)
             )
+
+
+def _is_stage(value: Any) -> bool:
+    """Return True for a node of torchdata: a pipeline has one inside the other, all as near."""
+    return any(
+        kind.__name__ == "BaseNode" and kind.__module__.startswith("torchdata.")
+        for kind in type(value).__mro__
+    )
 
 
 def _is_left_out(value: Any) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import BatchSampler
 
 from trainckpt.data import carried_state
+from trainckpt.data.known_streams import is_pass_number
 from trainckpt.data.state_dict_methods import has_state
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 def _is_captured(path: str) -> bool:
     root, _, attribute = path.partition(".")
-    return root != "dataset" and attribute in _INTEGERS
+    return is_pass_number(path) if root.startswith("dataset") else attribute in _INTEGERS
 
 
 def _is_known(kind: type[Any]) -> bool:

@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainckpt.data import carried_state, randomness, sampler
+from trainckpt.data import carried_state, known_streams, randomness, sampler
 from trainckpt.data.carried_state import Changing, DataState, Watch
 from trainckpt.data.compared_content import ComparedContent
 from trainckpt.data.iterable import StatefulStream
@@ -56,12 +56,13 @@ from trainckpt.data.iterators import (
     make_iterator,
     self_test,
 )
+from trainckpt.data.known_streams import refuse_lost_buffers, refuse_unrepeatable
 from trainckpt.data.randomness import main_rng, set_main_rng
 from trainckpt.data.resharding import Assignment, EpochResharder, resharder_of
 from trainckpt.data.restored_numbers import RestoredNumbers
 from trainckpt.data.sampler import length
 from trainckpt.data.sampler_checks import SamplerChecks
-from trainckpt.data.state_dict_methods import has_state, refuse_arguments
+from trainckpt.data.state_dict_methods import has_state, is_of, refuse_arguments
 from trainckpt.data.stateful_loader import StatefulSource
 from trainckpt.data.stream_trials import StreamTrials
 from trainckpt.data.worker import kill_workers
@@ -97,6 +98,7 @@ def source_of(
         return source_type(loader, name, report)  # type: ignore[no-any-return]
     if has_state(loader) and not _is_torch_method(loader, "state_dict"):
         refuse_arguments(loader, name)
+        refuse_lost_buffers(loader, name)
         return StatefulSource(loader, name, report)
     if not isinstance(loader, DataLoader):
         raise ConfigurationError(
@@ -119,6 +121,11 @@ def source_of(
 
 
 def _hint(loader: Any) -> str:
+    if type(loader).__name__ == "WebLoader":
+        return (
+            "track torch.utils.data.DataLoader(dataset, ...) in place of the WebLoader, with its "
+            "shuffling and batching among the stages of the dataset"
+        )
     if type(loader).__name__ == "_FabricDataLoader":
         return (
             "give the Checkpointer the DataLoader itself, and move each batch by "
@@ -163,6 +170,7 @@ class LoaderSource:
         self._order_inputs_before: dict[str, Any] | None = None
         self._rng_before: dict[str, Any] | None = None
         self._data_before = DataState()
+        self._pass_numbers: dict[str, int] = {}  # of a stream without a state, before the pass
         self._numbers = RestoredNumbers(loader)
         self._content = ComparedContent(loader, name, report)
         self._base_seed: int | None = None
@@ -171,8 +179,13 @@ class LoaderSource:
         # an IterableDataset that resumes by its own state
         self._stream: StatefulStream | None = None
         self._trials: StreamTrials | None = None
-        if self.kind == "iterable" and not loader.num_workers and has_state(loader.dataset):
+        if self.kind == "iterable":
+            refuse_unrepeatable(loader.dataset, name)
+        has_own_state = self.kind == "iterable" and has_state(loader.dataset)
+        # in workers too, streaming's own loader is needed (see known_streams.py)
+        if has_own_state and (not loader.num_workers or is_of(loader.dataset, "streaming")):
             refuse_arguments(loader.dataset, name)
+        if has_own_state and not loader.num_workers:
             self._stream = StatefulStream(name, loader.dataset, report)
             self._trials = StreamTrials(self._stream, self, name, report)
         # a stream without a state: its consumed batches are loaded again
@@ -201,7 +214,7 @@ class LoaderSource:
             self._stream.begin_pass()
         self._rng_before = main_rng()
         self._order_inputs_before = sampler.capture(self._loader)
-        self._data_before = self.capture_data()
+        self._data_before, self._pass_numbers = self.capture_data(), self._pass_numbers_now()
         self._samplers.begin_pass()
         self._reuses_workers = self._persistent_iterator is not None or self._had_workers
         self._ids, self.assignment = None, self._first_assignment()
@@ -226,6 +239,8 @@ class LoaderSource:
         if self._replays:
             self.restart_progress()  # the workers load everything again
         self._data_before = DataState.saved_as(saved, "before")
+        self._pass_numbers = saved.get("pass numbers", {})
+        known_streams.restore_pass_numbers(self._loader.dataset, self._pass_numbers)
         self.rewind_all()
         if self.kind == "map":
             iterator = self._fast_forward(saved)
@@ -294,6 +309,7 @@ class LoaderSource:
             "sampler states": self._samplers.states() if in_pass else {},
             "data before": data_before.generators,
             "data now": data_now.generators,
+            "pass numbers": self._pass_numbers if in_pass else self._pass_numbers_now(),
             "carried before": data_before.carried,
             "carried now": data_now.carried,
             "changing": sorted({*self._changing.paths, *self._samplers.changed}),
@@ -330,6 +346,8 @@ class LoaderSource:
             self._numbers.restore_of_loop()
             sampler.restore(self._loader, saved["now"])
             self.restore_data(DataState.saved_as(saved, "now"))
+            numbers = saved.get("pass numbers", {})
+            known_streams.restore_pass_numbers(self._loader.dataset, numbers)
             if saved["own"] is not None and self._stream is not None:
                 self._stream.resume_between(saved["own"], exhausted=saved["exhausted"])
 
@@ -562,6 +580,9 @@ class LoaderSource:
         lost = randomness.restore(roots, saved.generators, self._name)
         if lost:
             self._report(Restored(self._name, How.NOT_KEPT, lost))
+
+    def _pass_numbers_now(self) -> dict[str, int]:
+        return known_streams.pass_numbers(self._loader.dataset) if self._replays else {}
 
     @property
     def _generator_roots(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def refuse_arguments(thing: Any, name: str) -> None:
         if not missing:
             continue
         kind = type(thing).__qualname__
-        loader = _LOADERS.get(type(thing).__module__.partition(".")[0])
+        loader = next((one for root, one in _LOADERS.items() if is_of(thing, root)), None)
         raise ConfigurationError(
             f"{name}: {kind}.{method} cannot be called without {' and '.join(missing)}, so every "
             "save would fail",
@@ -44,6 +44,14 @@ def refuse_arguments(thing: Any, name: str) -> None:
             else f"use the loader that {kind} is made for, if it has a state_dict of its own, or "
             f"give {kind} a {method} that needs no more",
         )
+
+
+def is_of(thing: Any, package: str) -> bool:
+    """Return True for a function or an object that is of a package, or of a class derived there."""
+    kinds = (
+        type(thing).__mro__ if not hasattr(thing, "__module__") else (thing, *type(thing).__mro__)
+    )
+    return any(str(kind.__module__).partition(".")[0] == package for kind in kinds)
 
 
 def _required_parameters(method: Any) -> list[str]:

@@ -27,6 +27,7 @@ from trainckpt.data.pass_history import fingerprint
 from trainckpt.data.randomness import main_rng, packed_rng, set_main_rng
 from trainckpt.data.resharding import ALTERNATIVE_HINT, Assignment, EpochResharder
 from trainckpt.data.sampler import length
+from trainckpt.data.untracked import shield_shutdown
 from trainckpt.data.worker import kill_on_shutdown, kill_workers, signals_blocked
 from trainckpt.format.exactness import How, Restored
 
@@ -218,6 +219,7 @@ class StatefulSource:
                 with signals_blocked(context.get_start_method()):
                     iterator: Iterator[Any] = iter(loader)
                 kill_on_shutdown(iterator)
+                shield_shutdown(type(iterator))
             else:
                 iterator = iter(loader)
         finally:

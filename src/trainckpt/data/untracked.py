@@ -69,20 +69,32 @@ def shield_all_loaders() -> None:
             if (callback := reference()) is not None:
                 callback(loader)
 
-    original_shutdown = _Multi._shutdown_workers
+    _Base.__init__, _Multi.__init__ = known_birth, shielded_birth
+    _Multi._shields = True
+    shield_shutdown(_Multi)
 
-    @functools.wraps(original_shutdown)
+
+def shield_shutdown(kind: Any) -> None:
+    """Patch a class of iterators so that it bears workers that have been killed already.
+
+    The garbage collector kills the workers first, then finalizes the iterator. Torchdata's and
+    litdata's classes have their own shut-down, in place of torch's.
+    """
+    original = vars(kind).get("_shutdown_workers")
+    if original is None or hasattr(original, "shields"):
+        return
+
+    @functools.wraps(original)
     def end_unless_killed(iterator: Any) -> None:
-        # the garbage collector kills the workers first, then finalizes the iterator
         workers = getattr(iterator, "_workers", ())
         are_own = all(worker._parent_pid == os.getpid() for worker in workers)
         if workers and are_own and not any(worker.is_alive() for worker in workers):
             kill_workers(iterator)
         else:
-            original_shutdown(iterator)
+            original(iterator)
 
-    _Base.__init__, _Multi.__init__ = known_birth, shielded_birth
-    _Multi._shutdown_workers, _Multi._shields = end_unless_killed, True
+    end_unless_killed.shields = True  # type: ignore[attr-defined]
+    kind._shutdown_workers = end_unless_killed
 
 
 # ---- the iterators that a script is in the middle of

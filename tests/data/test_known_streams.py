@@ -1,0 +1,98 @@
+"""Streams that count their passes in `epoch`, and states that a load would disturb."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.data import datasets as d
+from trainckpt.data import carried_state, randomness
+from trainckpt.data.loader import TrackedLoader
+from trainckpt.data.state_dict_methods import is_of
+from trainckpt.data.state_differences import restored
+
+
+class Stage:
+    """As webdataset's detshuffle: another order in each epoch, which it counts itself."""
+
+    epoch = -1
+
+    def __init__(self):
+        self.epoch = -1
+
+    def run(self, numbers):
+        self.epoch += 1
+        order = list(numbers)
+        random.Random(self.epoch).shuffle(order)
+        return order
+
+
+class Pipeline(IterableDataset):
+    def __init__(self):
+        self.pipeline = [Stage(), Stage()]
+
+    def __iter__(self):
+        numbers = range(d.LENGTH)
+        for stage in self.pipeline:
+            numbers = stage.run(numbers)
+        return map(torch.tensor, numbers)
+
+
+@pytest.mark.parametrize("limit", [None, 2], ids=["run out", "left"])
+def test_a_stream_goes_on_in_the_order_of_the_epoch_that_its_stages_count(limit, recwarn):
+    def make():
+        return DataLoader(Pipeline(), batch_size=5)
+
+    want = d.straight(make, limit=limit)
+    passes = -(-d.LENGTH // 5) if limit is None else limit
+    assert len({str([row[1] for row in want if row[0] == epoch]) for epoch in range(3)}) == 3
+    for stop in (2, passes, passes + 1, passes + 2, 2 * passes + 2):
+        before, after = d.interrupted(make, stop, limit=limit)
+        assert before + after == want, f"stopped at boundary {stop}"
+    assert not [one for one in recwarn if "not kept" in str(one.message)]
+
+
+def test_the_count_of_its_epochs_is_no_part_that_is_not_kept():
+    loader = TrackedLoader(DataLoader(Pipeline(), batch_size=5), name="train")
+    list(loader)
+    assert restored("train", loader.state(), in_place=True) == []
+
+
+class Disturbed:
+    """Draws otherwise once any state was loaded, as datasets of Hugging Face do in workers."""
+
+    def __init__(self, number=0):
+        self.number, self.loads = number, 0
+
+    def state_dict(self):
+        return {"number": self.number}
+
+    def load_state_dict(self, state):
+        self.number, self.loads = state["number"], self.loads + 1
+
+
+def test_a_state_that_is_there_already_is_not_loaded():
+    same, other = Disturbed(1), Disturbed(2)
+    saved = carried_state.capture({"dataset": Disturbed(1), "collate_fn": Disturbed(1)})
+    carried_state.restore({"dataset": same, "collate_fn": other}, saved)
+    assert (same.number, same.loads) == (1, 0)
+    assert (other.number, other.loads) == (1, 1)
+
+
+def test_a_generator_is_found_below_any_number_of_nodes():
+    kind = type("BaseNode", (SimpleNamespace,), {"__module__": "torchdata.nodes.base_node"})
+    node = kind(sampler=SimpleNamespace(generator=torch.Generator()))
+    for _ in range(20):
+        node = kind(source=node)
+    [path] = randomness.capture({"loader": node})
+    assert path == "loader" + 20 * ".source" + ".sampler.generator"
+
+
+def test_a_class_derived_from_a_package_s_is_of_that_package():
+    assert is_of(type("Own", (DataLoader,), {})(range(3)), "torch")
+    assert is_of(torch.utils.data.default_collate, "torch")
+    assert not is_of(Pipeline.__iter__, "torch")
