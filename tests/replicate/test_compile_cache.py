@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import threading
 
 import pytest
 
+from tests.limits import HANG_S
 from trainckpt import ConfigurationError, TierUnavailable
 from trainckpt.attempt.options import read_options
+from trainckpt.ranks.world import World
 from trainckpt.replicate import compile_cache
-from trainckpt.replicate.compile_cache import fetch, prune, read_entry, upload
+from trainckpt.replicate.compile_cache import fetch, prune, read_entry, set_up, upload
 from trainckpt.storage.folder_archive import list_files
 from trainckpt.storage.local import Disk, LocalTier
 
@@ -149,6 +152,73 @@ def test_a_full_tier_leaves_the_older_copy_in_place(tier, host):
     assert fetch([tier], second := host("second"))
     assert code_of(second) == b"code"
     assert [path.name for path in first.parent.iterdir()] == ["command"]
+
+
+class Ranks:
+    """The store of one rank among others of its host, which notes what it exchanges."""
+
+    def __init__(self, rank: int) -> None:
+        self.world, self.exchanged = World(rank, 2, rank, "host"), []
+
+    def gather(self, key, value, timeout_s):
+        self.exchanged.append(key)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_of_a_host_fetches_and_all_wait_for_it(tier, host, monkeypatch, rank):
+    put(tier, compiled(host("first")))
+    second, channel = host("cache/compile"), Ranks(rank)
+    monkeypatch.setenv("TRAINCKPT_CACHE", str(second.parent.parent.parent))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(second / "inductor"))
+    options = read_options({"compile_cache": "tiers"}, {})
+    uploaded = set_up(options, channel, ["host", "host"], [tier])
+    assert uploaded == (second if rank == 0 else None)
+    assert bool(list_files(second)) == (rank == 0)
+    assert channel.exchanged == ["compile cache"]
+
+
+@pytest.mark.parametrize("folder", [None, "/scratch/mine", "shared"])
+def test_processes_without_a_folder_of_their_own_are_warned(
+    tier, tmp_path, monkeypatch, caplog, folder
+):
+    monkeypatch.setenv("TRAINCKPT_CACHE", str(tmp_path / "cache"))
+    if folder == "shared":
+        folder = str(tmp_path / "cache" / "compile" / TOOLCHAIN / "shared" / "inductor")
+    if folder is not None:
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+    options = read_options({"compile_cache": "tiers"}, {})
+    with caplog.at_level(logging.WARNING):
+        assert set_up(options, Ranks(0), ["host", "host"], [tier]) is None
+    assert "trainckpt run --compile-cache tiers" in caplog.text
+
+
+def test_without_the_option_nothing_is_exchanged_or_fetched(tier, host):
+    put(tier, compiled(host("first")))
+    channel = Ranks(0)
+    assert set_up(read_options({}, {}), channel, ["host", "host"], [tier]) is None
+    assert channel.exchanged == []
+
+
+def test_caches_made_after_the_start_are_copied_once_they_no_longer_change(tier, host, monkeypatch):
+    monkeypatch.setattr(compile_cache, "LOOK_S", 0.01)
+    monkeypatch.setattr(compile_cache, "LOOK_AGAIN_S", 0.01)
+    folder, looks = host("first"), []
+
+    def is_over():
+        looks.append(1)
+        if len(looks) == 3:
+            compiled(folder)
+        return tier.size(f"compile-cache/{TOOLCHAIN}.json") is not None
+
+    upload = compile_cache.CompileCacheUpload(
+        tier, folder, num_steps=lambda: len(looks) - 5, is_over=is_over
+    )
+    upload.start()
+    (thread,) = (t for t in threading.enumerate() if t.name == "trainckpt-compile-cache")
+    thread.join(HANG_S)
+    assert not thread.is_alive()
+    assert len(looks) >= 5 + compile_cache.FIRST_STEPS
+    assert fetch([tier], host("second"))
 
 
 def test_an_encrypted_run_refuses_to_copy_caches_in_the_clear():

@@ -208,10 +208,10 @@ class CompileCacheUpload:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         pause = threading.Event()
         seen: Listing = {}
-        uploaded: Listing = {}
+        uploaded: Listing | None = None
         while not self._is_over():
             listing = list_files(self._folder)
-            is_quiet = listing == seen and self._num_steps() >= FIRST_STEPS
+            is_quiet = bool(listing) and listing == seen and self._num_steps() >= FIRST_STEPS
             seen = listing
             if is_quiet and listing != uploaded:
                 uploaded = listing  # a failure is not repeated until the caches change
