@@ -33,6 +33,7 @@ from trainckpt.replicate.uploads import ArenaFirstReader, UploadContext, Uploads
 from trainckpt.resume import script_changes
 from trainckpt.resume.candidate_order import KEEP_LAST
 from trainckpt.resume.init_from import InitialWeights, read_initial
+from trainckpt.resume.late_changes import ObservedCommit, ObservedWindows
 from trainckpt.resume.report import (
     ResumeReport,
     not_deterministic,
@@ -43,7 +44,7 @@ from trainckpt.resume.report import (
     said_by_objects,
 )
 from trainckpt.resume.resume import ResumePoint, begin, record_parent, record_refusal
-from trainckpt.resume.script_changes import ObservedCommit, ObservedWindows, given_by_script
+from trainckpt.resume.script_values import given_by_script
 from trainckpt.resume.start_log import log_start
 from trainckpt.resume.weight_check import WeightCheck, recorded_digests
 from trainckpt.run_directory.tier_config import WHERE, TierConfig, where

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import logging.handlers
 import os
@@ -100,6 +101,27 @@ def refused(rank, place, world, until):
     except TrainckptError as error:
         return type(error).__name__, error.exit_code, error.message
     return None
+
+
+def train_at_another_rate(rank, place, world, until, choices):
+    """Resume with twice the rate and this rank's `changed`; rate and parameters, or the error."""
+    model, _, loader = parts(rank, world)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.02)
+    tracked = {"model": model, "optimizer": optimizer, "loader": loader}
+    try:
+        with Checkpointer(place, **tracked, changed=choices[rank]) as ckpt:
+            for _ in ckpt.epochs(99):
+                for (x,) in ckpt.batches():
+                    model(x).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if ckpt.cursor.step + 1 == until:
+                        break
+                break
+    except TrainckptError as error:
+        return type(error).__name__, error.exit_code, error.message
+    total = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return optimizer.param_groups[0]["lr"], hashlib.sha256(total.numpy().tobytes()).hexdigest()
 
 
 def fails_on_one(rank, place, world, until):

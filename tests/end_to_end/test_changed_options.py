@@ -12,13 +12,14 @@ from types import ModuleType
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
 from tests.end_to_end.training import Crash, record
 from trainckpt import Checkpointer
 from trainckpt.cli.main import main
 from trainckpt.errors import ConfigurationError, StateMismatch
-from trainckpt.resume import script_changes
+from trainckpt.resume import script_values
 
 WAIT_S = 60.0
 
@@ -182,6 +183,46 @@ def test_the_length_of_a_schedule_is_the_snapshots_unless_the_script_is_chosen(t
         Training(warms_up=True).run(tmp_path, 10, changed="schedule: script")
 
 
+SCHEDULES = {
+    "ExponentialLR": lambda of: schedules.ExponentialLR(of, 0.9),
+    "CosineAnnealingWarmRestarts": lambda of: schedules.CosineAnnealingWarmRestarts(of, 2, 2),
+    "OneCycleLR": lambda of: schedules.OneCycleLR(of, 0.3, total_steps=30),  # moves betas too
+    "SequentialLR": lambda of: schedules.SequentialLR(
+        of, [schedules.ConstantLR(of, 0.5, 2), schedules.ExponentialLR(of, 0.9)], [2]
+    ),
+    "ChainedScheduler": lambda of: schedules.ChainedScheduler(
+        [schedules.ConstantLR(of, 0.5, 2), schedules.ExponentialLR(of, 0.9)]
+    ),
+}
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_second_attempt_with_the_objects_of_the_first_has_no_table(tmp_path, caplog, name, steps):
+    """Training has moved them, and the script has given nothing else."""
+    training = Training()
+    training.schedule = SCHEDULES[name](training.optimizer)
+    training.run(tmp_path, steps, every="1 step" if steps == 1 else "2 steps")
+    training.run(tmp_path, 6)
+    assert rows(caplog) == []
+    fresh = Training()
+    fresh.schedule = SCHEDULES[name](fresh.optimizer)
+    fresh.run(tmp_path, 8)
+    assert rows(caplog) == []
+
+
+def test_a_second_attempt_with_the_same_objects_names_what_the_script_has_changed(tmp_path, caplog):
+    training = Training(length=10)
+    training.run(tmp_path, 3)
+    training.schedule.T_max = 20
+    training.optimizer.param_groups[0]["weight_decay"] = 0.5
+    training.run(tmp_path, 6)
+    assert rows(caplog) == [
+        "weight decay optimizer weight_decay 0.01 0.5 snapshot",
+        "schedule schedule.T_max 10 20 snapshot",
+    ]
+
+
 def test_dropout_is_the_scripts_unless_the_snapshot_is_chosen(tmp_path, caplog):
     Training(p=0.1).run(tmp_path, 2)
     _, ckpt = Training(p=0.3).run(tmp_path, 4)
@@ -320,7 +361,7 @@ def test_other_arguments_and_another_commit_are_listed_and_recorded(
         )
         return run.stdout.strip()
 
-    monkeypatch.setattr(script_changes, "GIT_WAIT_S", WAIT_S)  # a busy machine is slow too
+    monkeypatch.setattr(script_values, "GIT_WAIT_S", WAIT_S)  # a busy machine is slow too
     be_script(tmp_path / "train.py", monkeypatch)
     (tmp_path / "train.py").write_text("1")
     git("init", "-q")
@@ -361,7 +402,7 @@ def test_a_slow_git_holds_up_no_step_and_its_commit_is_listed_once_it_is_known(
     git.write_text(f"#!/bin/sh\necho {'1' * 40}")
     git.chmod(0o700)
     with monkeypatch.context() as patch:
-        patch.setattr(script_changes, "GIT_WAIT_S", WAIT_S)
+        patch.setattr(script_values, "GIT_WAIT_S", WAIT_S)
         Training().run(place, 2)
     git.write_text(f"#!/bin/sh\ncat {answer}")  # waits for what is written
     os.mkfifo(answer)

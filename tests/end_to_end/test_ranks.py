@@ -74,6 +74,31 @@ def test_two_ranks_resume_bit_for_bit_and_from_one_snapshot(finished, tmp_path):
         assert {**first[rank][0], **second[rank][0]} == straight[rank]
 
 
+SCRIPT_S_RATE, DEFAULT = "learning rate: script", None
+
+
+@pytest.mark.parametrize("choice", [SCRIPT_S_RATE, DEFAULT], ids=["script", "snapshot"])
+def test_ranks_of_one_choice_stay_equal_when_the_script_has_changed(finished, tmp_path, choice):
+    shutil.copytree(finished[0], tmp_path / "run")
+    results = run_ranks(
+        ranks.train_at_another_rate, 2, str(tmp_path / "run"), 2, 8, [choice, choice]
+    )
+    assert results[0] == results[1]
+    assert results[0][0] == (0.02 if choice else 0.01)
+
+
+def test_ranks_of_different_choices_are_all_refused(finished, tmp_path):
+    """One would train at the script's rate and one at the snapshot's, and so come apart."""
+    shutil.copytree(finished[0], tmp_path / "run")
+    choices = [SCRIPT_S_RATE, DEFAULT]
+    results = run_ranks(ranks.train_at_another_rate, 2, str(tmp_path / "run"), 2, 8, choices)
+    told = (
+        'changed="learning rate: script" on rank 0, "learning rate: snapshot" on rank 1: the '
+        "ranks would train with different values"
+    )
+    assert results == [("ConfigurationError", 78, told)] * 2
+
+
 def test_ranks_of_one_host_bring_each_file_into_its_memory_once_for_all(finished, tmp_path):
     _, straight = finished
     place = str(tmp_path / "run")

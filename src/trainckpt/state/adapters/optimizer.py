@@ -65,6 +65,7 @@ class OptimizerState:
         self.added = 0
         self.undone: list[str] = []
         self._made = [_made(group) for group in optimizer.param_groups]
+        self._has_stepped = bool(optimizer.state)
         self._put: dict[tuple[int, Any], torch.Tensor] = {}  # by the last `apply`
         self._known = KnownTensors()
 
@@ -207,7 +208,7 @@ class OptimizerState:
     def changes(self, saved: Saved, choices: Mapping[str, str]) -> list[Change]:
         """Return the options that the script gives otherwise now. Call it before `apply`."""
         groups: dict[tuple[str, Any, Any], list[int]] = {}
-        for number, key, then, now in _changed(self._made_then(saved), self._made):
+        for number, key, then, now in self._given_otherwise(saved):
             groups.setdefault((key, then, now), []).append(number)
         found = []
         for (key, then, now), numbers in groups.items():
@@ -229,7 +230,7 @@ class OptimizerState:
             Group -> learning rate of the snapshot's script, and of this one.
         """
         stored, rates = saved.values.get(self.name, {}), {}
-        for number, key, then, now in _changed(self._made_then(saved), self._made):
+        for number, key, then, now in self._given_otherwise(saved):
             if choices[_KINDS.get(key, OPTIMIZER)] != SCRIPT:
                 continue
             options, given = stored["groups"][number]["options"], {key: now}
@@ -239,6 +240,19 @@ class OptimizerState:
             _put_options(options, given)
             _put_options(stored["made"][number], {key: now})
         return rates
+
+    def _given_otherwise(self, saved: Saved) -> list[tuple[int, str, Any, Any]]:
+        """Return group, name, old and new value of each option that the script gives otherwise.
+
+        In a second attempt with the objects of the first, options that training moves differ, such
+        as the momentum of a cycle: the snapshot has them moved as well.
+        """
+        changed = _changed(self._made_then(saved), self._made)
+        if not self._has_stepped:
+            return changed
+        groups = saved.values[self.name]["groups"]
+        moved = [_made(saved.decode(group["options"])) for group in groups]
+        return [change for change in changed if moved[change[0]].get(change[1]) == change[2]]
 
     def _made_then(self, saved: Saved) -> list[dict[str, Any]]:
         stored = saved.values.get(self.name, {})
