@@ -128,7 +128,7 @@ def in_other_orders(workers, source):
     wds = pytest.importorskip("webdataset")
     options = {"shardshuffle": 4, "detshuffle": True, "seed": 3}
     rows = tar_rows(source, change=lambda r: r.compose(wds.detshuffle(10, seed=3)), **options)
-    return torch_loader(rows, workers, firsts)
+    return torch_loader(rows, workers, firsts, persistent_workers=workers > 0)
 
 
 def web_loader(workers, source):

@@ -56,6 +56,17 @@ def test_a_stream_goes_on_in_the_order_of_the_epoch_that_its_stages_count(limit,
     assert not [one for one in recwarn if "not kept" in str(one.message)]
 
 
+@pytest.mark.parametrize("stop", [8, 14, pytest.param(13, marks=pytest.mark.long)])
+def test_so_it_does_in_workers_that_count_their_own(stop):
+    def make():
+        return DataLoader(Pipeline(), batch_size=5, num_workers=2, persistent_workers=True)
+
+    want = d.straight(make)
+    assert len({str([row[1] for row in want if row[0] == epoch]) for epoch in range(3)}) == 3
+    before, after = d.interrupted(make, stop)
+    assert before + after == want
+
+
 def test_the_count_of_its_epochs_is_no_part_that_is_not_kept():
     loader = TrackedLoader(DataLoader(Pipeline(), batch_size=5), name="train")
     list(loader)

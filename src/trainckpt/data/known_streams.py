@@ -17,7 +17,9 @@ pipeline may count its passes there (webdataset's detshuffle), and seed its orde
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch.utils.data import IterableDataset
 
 from trainckpt.data.restored_numbers import attributes_inside
 from trainckpt.data.state_dict_methods import has_state, is_of
@@ -106,19 +108,24 @@ _INNER = (
 # ---- the numbers of passes
 
 
+# its path, and the namespace and the name there
+PassNumber: TypeAlias = tuple[str, dict[Any, Any], Any]
+
+
 def pass_numbers(dataset: Any) -> dict[str, int]:
     """Return path -> value of the integers named `epoch` inside a stream without a state."""
-    return {path: names[key] for path, names, key in _pass_numbers(dataset)}
+    return {path: names[key] for path, names, key in find_pass_numbers(dataset)}
 
 
 def restore_pass_numbers(dataset: Any, saved: Mapping[str, int]) -> None:
     """Set the result of `pass_numbers`."""
-    for path, names, key in _pass_numbers(dataset):
+    for path, names, key in find_pass_numbers(dataset) if saved else ():
         names[key] = saved.get(path, names[key])
 
 
-def _pass_numbers(dataset: Any) -> list[tuple[str, dict[Any, Any], Any]]:
-    if has_state(dataset):  # which holds them
+def find_pass_numbers(dataset: Any) -> list[PassNumber]:
+    """Return where the integers lie that `pass_numbers` returns."""
+    if not isinstance(dataset, IterableDataset) or has_state(dataset):  # which holds them
         return []
     return [
         (path, names, key)

@@ -171,6 +171,7 @@ class LoaderSource:
         self._rng_before: dict[str, Any] | None = None
         self._data_before = DataState()
         self._pass_numbers: dict[str, int] = {}  # of a stream without a state, before the pass
+        self._workers_before: dict[int, dict[str, Any]] = {}  # states they entered the pass with
         self._numbers = RestoredNumbers(loader)
         self._content = ComparedContent(loader, name, report)
         self._base_seed: int | None = None
@@ -218,9 +219,8 @@ class LoaderSource:
         self._samplers.begin_pass()
         self._reuses_workers = self._persistent_iterator is not None or self._had_workers
         self._ids, self.assignment = None, self._first_assignment()
-        self.progress = self._progress(
-            workers=self.progress.workers if self._reuses_workers else {}
-        )
+        self._workers_before = dict(self.progress.workers) if self._reuses_workers else {}
+        self.progress = self._progress(workers=self._workers_before)
         if self._trials is not None:
             self._trials.clear()
         if self._persistent_iterator is not None:
@@ -236,8 +236,9 @@ class LoaderSource:
         self._restore_assignment(saved)
         if self.assignment is not None and not self.assignment.plain:
             self._ids = self.required_resharder.ids(self.assignment)
-        if self._replays:
-            self.restart_progress()  # the workers load everything again
+        if self._replays:  # the workers load everything again
+            self._workers_before = saved.get("workers before", {})
+            self.progress = self._progress(workers=self._workers_before)
         self._data_before = DataState.saved_as(saved, "before")
         self._pass_numbers = saved.get("pass numbers", {})
         known_streams.restore_pass_numbers(self._loader.dataset, self._pass_numbers)
@@ -316,6 +317,7 @@ class LoaderSource:
             "base_seed": self._base_seed if in_pass or has_workers else None,
             "reused": self._reuses_workers if in_pass else has_workers,
             "workers": dict(self.progress.workers),
+            "workers before": self._workers_before if in_pass and self._replays else {},
             "order": self.progress.order,
             "ahead": self._order_ahead() if in_pass else None,
             "passed": self.progress.batches_digest,

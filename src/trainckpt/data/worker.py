@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch._C import _remove_worker_pids
 from torch.utils.data import get_worker_info
 
-from trainckpt.data import carried_state, randomness
+from trainckpt.data import carried_state, known_streams, randomness
 from trainckpt.data.carried_state import Carried, Seen, Watch
 from trainckpt.data.randomness import changed_since, packed_rng, set_main_rng
 
@@ -171,8 +171,10 @@ def _forget_pids(key: int) -> None:
 
 OWN_GENERATORS = "own"  # generators inside the data
 CARRIED_STATES = "carried"  # the data's own states
+COUNTED_PASSES = "passes"  # counted by the data itself (known_streams.py)
 _sent_states: dict[str, bytes] = {}  # in a worker: its generators as last sent to the main process
 _watches: list[Watch] = []  # in a worker: the watch over its data
+_pass_numbers: list[known_streams.PassNumber] = []  # in a worker: those inside its dataset
 
 
 class BatchWithRng(NamedTuple):
@@ -190,10 +192,11 @@ class BatchWithRng(NamedTuple):
     own: bytes | None = None
     carried: Carried | None = None
     changing: bytes | None = None
+    passes: bytes | None = None
 
     def changed_states(self) -> dict[str, Any]:
         """Return the generators changed by this batch, by name, and the data's states."""
-        names = ("python", "numpy", "torch", OWN_GENERATORS)
+        names = ("python", "numpy", "torch", OWN_GENERATORS, COUNTED_PASSES)
         states = {name: getattr(self, name) for name in names}
         states[CARRIED_STATES] = None if self.carried is None else self.carried.states
         return {name: state for name, state in states.items() if state is not None}
@@ -229,6 +232,9 @@ class RngCollate:
         packed_generators = randomness.pack(randomness.capture(roots))
         if packed_generators != _sent_states.get(OWN_GENERATORS, b""):
             changed[OWN_GENERATORS] = packed_generators
+        passes = _packed_pass_numbers()
+        if passes != _sent_states[COUNTED_PASSES]:
+            changed[COUNTED_PASSES] = passes
         _sent_states.update(changed)
         states = carried_state.capture(roots) if self.carries else {}
         changing = _watches[0].poll_changes() if _watches else None
@@ -268,7 +274,17 @@ class WorkerStart:
             if lost:
                 warnings.warn(lost, stacklevel=2)
             carried_state.restore(roots, saved.get(CARRIED_STATES, {}))
+            passes = json.loads(saved.get(COUNTED_PASSES, b"{}"))
+            known_streams.restore_pass_numbers(roots["dataset"], passes)
+        _pass_numbers[:] = known_streams.find_pass_numbers(roots["dataset"])
         _sent_states.clear()
         _sent_states.update(packed_rng())
         _sent_states[OWN_GENERATORS] = randomness.pack(randomness.capture(roots))
+        _sent_states[COUNTED_PASSES] = b""
         _watches[:] = [Watch(roots)] if self.tap.carries else []
+
+
+def _packed_pass_numbers() -> bytes:
+    """Return the numbers of this worker's passes; empty without any."""
+    numbers = {path: names[key] for path, names, key in _pass_numbers}
+    return json.dumps(numbers).encode() if numbers else b""
