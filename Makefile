@@ -60,6 +60,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.compare --ranks 2 --gigabytes 0.3 --compute busy,off-cpu \
 	  --json benchmarks/results/compare.json --png benchmarks/results/compare.png
 	$(BIN)/python -m benchmarks.startup --gigabytes 0.3 --json benchmarks/results/startup.json
+	$(BIN)/python -m benchmarks.warm_start --rounds 5 --json benchmarks/results/warm_start.json
 	$(BIN)/python -m benchmarks.lora --json benchmarks/results/lora.json
 	$(BIN)/python -m benchmarks.local_tier --json benchmarks/results/local_tier.json
 	$(BIN)/python -m benchmarks.boundary --json benchmarks/results/boundary.json

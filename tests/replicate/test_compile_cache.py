@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from tests.limits import HANG_S
+from tests.s3_servers import BUCKET
 from trainckpt import ConfigurationError, TierUnavailable
 from trainckpt.attempt.options import read_options
 from trainckpt.ranks.world import World
@@ -17,6 +18,7 @@ from trainckpt.replicate import compile_cache
 from trainckpt.replicate.compile_cache import fetch, prune, read_entry, set_up, upload
 from trainckpt.storage.folder_archive import list_files
 from trainckpt.storage.local import Disk, LocalTier
+from trainckpt.storage.object_store import open_object_store
 
 TOOLCHAIN, OTHER = "a" * 32, "b" * 32
 
@@ -58,6 +60,18 @@ def test_another_host_with_the_same_toolchain_gets_the_caches(tier, host):
     assert fetch([tier], second)
     assert code_of(second) == b"code"
     assert [path.name for path in second.parent.iterdir()] == ["command"]
+
+
+def test_a_store_holds_copies_too(rclone_server, at, host):
+    at(rclone_server)
+    store = open_object_store(f"s3://{BUCKET}/compiled")
+    first = compiled(host("first"))
+    put(store, first)
+    (first / "inductor" / "kernel.so").write_bytes(b"newer code")
+    entry = put(store, first)
+    assert store.list("compile-cache") == sorted([f"{TOOLCHAIN}.json", f"{entry.sha256}.tar.gz"])
+    assert fetch([store], second := host("second"))
+    assert code_of(second) == b"newer code"
 
 
 def test_another_toolchain_gets_nothing(tier, host):
