@@ -98,3 +98,5 @@ def test_each_step_is_there_once_after_three_sigkills(tmp_path, loop, tracker):
     expected = untimed(read(tmp_path / "whole"))
     assert expected
     assert untimed(read(tmp_path / "logs")) == expected
+    if loop == "lightning":
+        (_,) = (tmp_path / "logs").rglob("checkpoints")  # named after the logger's version

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -23,7 +24,8 @@ def die(ckpt):
     """End as in the loss of a node, with the tracker's processes, once the saves are there."""
     ckpt._attempt.saver.wait()
     for child in psutil.Process().children(recursive=True):
-        child.kill()
+        with suppress(psutil.NoSuchProcess):  # it ends with its parent
+            child.kill()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -65,6 +67,7 @@ def train_plainly(tracker, folder, run, kill_at):
 def fit(tracker, folder, run, kill_at):
     """Train with Lightning, by optimizer steps logged one by one."""
     from lightning.pytorch import loggers
+    from lightning.pytorch.callbacks import ModelCheckpoint
 
     from tests.integrations import toy_lightning
 
@@ -81,8 +84,8 @@ def fit(tracker, folder, run, kill_at):
         "mlflow": lambda: loggers.MLFlowLogger("all", tracking_uri=f"sqlite:///{folder}.db"),
         "wandb": lambda: loggers.WandbLogger(save_dir=folder, offline=True),
     }[tracker]()
-    options = {"every": "1 step"}
-    toy_lightning.fit(run, module=Killed, options=options, logger=[logger], log_every_n_steps=1)
+    how = {"logger": [logger], "callbacks": [ModelCheckpoint()], "enable_checkpointing": True}
+    toy_lightning.fit(run, module=Killed, options={"every": "1 step"}, **how)
 
 
 def train_by_trainer(tracker, folder, run, kill_at):

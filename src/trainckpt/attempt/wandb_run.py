@@ -97,9 +97,11 @@ class WandbRun:
             self._open_again(run_id, folder, is_new=own.parent.name not in lengths)
             own = _file_of(self.run)
             logger.info("logging goes on in run %s of W&B", run_id)
-        for path in _files(folder, run_id):
-            if path != own:
-                _cut(path, lengths.get(path.parent.name, 0), attempt)
+        paths = [path for path in _files(folder, run_id) if path != own]
+        for path in paths:
+            length = lengths.get(path.parent.name, 0)
+            if path == paths[-1] or length != path.stat().st_size:
+                _cut(path, length, attempt)
         for row in position["rows"]:
             step, data, ends = json.loads(row)
             self.run.log(data, step=step, commit=ends)
@@ -175,6 +177,12 @@ class _LoggedRows:
         self.unwritten = [(step, row) for step, row in self.unwritten if step > last]
 
 
+def discard(run: Any) -> None:
+    """Finish a run that this start has made, and delete its folder."""
+    finish(run)
+    shutil.rmtree(_file_of(run).parent, ignore_errors=True)
+
+
 def finish(run: Any) -> list[Any]:
     """Finish a run, and return its records once the file has all: W&B closes it a little later."""
     run.finish()
@@ -229,6 +237,9 @@ def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers and texts of a row; images and tables are files, and left out."""
     found: dict[str, Any] = {}
     for name, logged in data.items():
+        if type(logged) in (float, int):
+            found[name] = logged
+            continue
         is_scalar = getattr(logged, "ndim", None) == 0 and hasattr(logged, "item")
         value = logged.item() if is_scalar else logged  # of torch and numpy
         if isinstance(value, Mapping):
@@ -250,24 +261,27 @@ def _files(folder: Path, run_id: str) -> list[Path]:
 
 
 def _cut(path: Path, length: int, attempt: int) -> None:
-    """Cut a file back, or rename it if nothing of it stays. `wandb sync` reads only `.wandb`."""
+    """Cut a file back, or rename it if nothing of it stays. `wandb sync` reads only `.wandb`.
+
+    The newest is made anew also where it has this length: its writer may not have ended yet.
+    """
     now = path.stat().st_size
-    if now < length:
-        logger.warning("%s has %d bytes, and had %d", path, now, length)
-    if now <= length:
-        return
     aside = path.with_name(f"{path.name}.after-{attempt}")
     if length <= _FILE_HEADER:
         path.rename(aside)
     else:
-        aside.unlink(missing_ok=True)  # of a resume that was killed here
-        os.link(path, aside)
+        if now < length:
+            logger.warning("%s has %d bytes, and had %d", path, now, length)
+        if now > length:
+            aside.unlink(missing_ok=True)  # of a resume that was killed here
+            os.link(path, aside)
         shortened = path.with_name(f"{path.name}.cut")
         with path.open("rb") as source:
             shortened.write_bytes(source.read(length))
         shutil.copymode(path, shortened)
         shortened.replace(path)
-    logger.info("%s is cut back to the snapshot; %s is the whole file", path, aside.name)
+    if now > length:
+        logger.info("%s is cut back to the snapshot; %s is the whole file", path, aside.name)
 
 
 def _arguments(metric: Any) -> dict[str, Any]:

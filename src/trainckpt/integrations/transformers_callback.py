@@ -228,7 +228,7 @@ class TrainckptCallback(TrainerCallback):
             if (mlflow := getattr(one, "_ml_flow", None)) is not None:
                 run = mlflow.active_run()
             elif (wandb := getattr(one, "_wandb", None)) is not None:
-                run = wandb.run
+                run = wandb.run if wandb.run and not wandb.run.disabled else None
             try:
                 if run is not None:
                     self.checkpointer.track_run(run)
