@@ -73,6 +73,19 @@ def test_a_file_system_without_programs_is_not_used(environment, monkeypatch):
         variables("shared", environment)
 
 
+def test_a_folder_that_is_no_longer_launched_is_removed(environment):
+    def folder_of(name):
+        return Path(variables(name, environment)["TORCHINDUCTOR_CACHE_DIR"]).parent
+
+    idle, used, shared = map(folder_of, ("idle", "used", "shared"))
+    for folder in (idle, used, shared):
+        (folder / "inductor").mkdir()
+        long_ago = folder.stat().st_mtime - compile_folder.MOST_IDLE_S
+        os.utime(folder, (long_ago, long_ago - (60 if folder != used else -60)))
+    assert folder_of("shared") == shared
+    assert [folder.exists() for folder in (idle, used, shared)] == [False, True, True]
+
+
 def test_another_processor_or_instruction_is_another_toolchain():
     facts = cpu_facts(CPU)
     assert facts == {"model name": "A CPU", "flags": "fpu avx2"}

@@ -17,10 +17,13 @@ depends on: another processor, system or version begins with an empty folder.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
 import platform
+import shutil
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +39,7 @@ ROOT_VARIABLE = "TRAINCKPT_CACHE"
 SHARED = "shared"
 _INDUCTOR, _TRITON = "inductor", "triton"
 _COMPILE = "compile"
+MOST_IDLE_S = 60 * 24 * 3600.0  # since the last launch
 _NUM_HEX = 32
 _FIRST_CPU = 1 << 14  # bytes with the first of many processors
 _PACKAGES = ("torch", "triton", "pytorch-triton")
@@ -73,7 +77,17 @@ def variables(folder: str, environment: Mapping[str, str]) -> dict[str, str]:
     for name in (_COMPILE, toolchain(), folder):
         place = place / name
         must_be_private(place)
+    os.utime(place)
+    _remove_idle(cache_root(environment) / _COMPILE, time.time() - MOST_IDLE_S)
     return {INDUCTOR_VARIABLE: str(place / _INDUCTOR), TRITON_VARIABLE: str(place / _TRITON)}
+
+
+def _remove_idle(folder: Path, since_s: float) -> None:
+    """Remove folders of commands that were last launched before a time."""
+    for place in folder.glob("*/*"):
+        with contextlib.suppress(OSError):
+            if place.lstat().st_mtime < since_s:
+                shutil.rmtree(place)
 
 
 def cache_root(environment: Mapping[str, str]) -> Path:
