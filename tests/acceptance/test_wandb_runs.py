@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from tests.acceptance.test_tracker_kills import in_wandb, untimed
-from tests.end_to_end.test_trackers import killed, train, with_three_kills
+from tests.end_to_end.test_trackers import MICRO_BATCHES, killed, train, with_three_kills
 from tests.end_to_end.training import Parts
 from trainckpt import Checkpointer
 from trainckpt.attempt.wandb_run import finish
@@ -86,7 +86,7 @@ def test_a_row_that_is_not_complete_at_a_snapshot_is_completed_after_a_resume(tm
     assert rows(tmp_path / "logs") == expected
 
 
-def test_another_id_gets_the_config_and_the_metrics_of_the_script_s_run(tmp_path):
+def test_another_id_gets_config_metrics_and_rows_of_the_script_s_run(tmp_path):
     def open_log(ckpt):
         if wandb.run is not None:
             finish(wandb.run)
@@ -96,7 +96,7 @@ def test_another_id_gets_the_config_and_the_metrics_of_the_script_s_run(tmp_path
         run.define_metric("loss", summary="min", hidden=True)
         run.config.update({"b": 2})
         ckpt.track_run(run)
-        return lambda name, value, at: wandb.log({name: value})
+        return lambda name, value, at: run.log({name: value})
 
     killed(tmp_path / "run", open_log, crash_at=6)
     first = metrics_of(wandb.run)
@@ -104,6 +104,7 @@ def test_another_id_gets_the_config_and_the_metrics_of_the_script_s_run(tmp_path
     assert dict(wandb.run.config) == {"lr": 1, "b": 2}
     assert metrics_of(wandb.run) == first
     assert len(first) == 3
+    assert [row["_step"] for row in in_wandb(tmp_path)] == list(range(MICRO_BATCHES + 2))
 
 
 def metrics_of(run):
@@ -115,7 +116,7 @@ def metrics_of(run):
 def test_files_of_another_run_in_the_folder_are_left(tmp_path):
     other = wandb.init(mode="offline", dir=tmp_path, id="other")
     other.log({"loss": 1.0})
-    other.finish()
+    finish(other)
     (file,) = tmp_path.rglob("*.wandb")
     whole = file.read_bytes()
     folder = tmp_path / "logs"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shutil
 
 import pytest
 import torch
@@ -72,6 +73,16 @@ def test_lightning_s_loggers_have_each_step_once_in_one_version_after_three_kill
     assert rows(folder) == rows(straight)
     ours, theirs = (at / "tb/version_0/checkpoints" for at in (folder, straight))
     assert names(ours) == names(theirs)
+
+
+def test_a_copied_run_gets_a_version_of_its_own(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        logged_fit(tmp_path / "logs", tmp_path / "run", KILLS[1])
+    before = shown(tmp_path / "logs/tb/version_0")
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    logged_fit(tmp_path / "logs", tmp_path / "other")
+    assert shown(tmp_path / "logs/tb/version_0") == before
+    assert names(tmp_path / "logs/tb") == {"version_0", "version_1"}
 
 
 def names(folder):

@@ -118,15 +118,16 @@ class WandbRun:
         """
         import wandb
 
-        config, left = dict(self.run.config), _file_of(self.run)
-        metrics = [one.metric for one in finish(self.run) if _kind(one) == "metric"]
+        scripts, config, left = self.run, dict(self.run.config), _file_of(self.run)
+        metrics = [one.metric for one in finish(scripts) if _kind(one) == "metric"]
         if is_new:
             shutil.rmtree(left.parent, ignore_errors=True)
-        how = {"config": config, "settings": self.run.settings}
+        how = {"config": config, "settings": scripts.settings}
         self.run = wandb.init(id=run_id, dir=str(folder.parent), **how)
         for metric in metrics:
             self.run.define_metric(**_arguments(metric))
         self._rows = _LoggedRows(self.run)
+        scripts.log = self.run.log  # a script that logs to its own run reaches the one that goes on
 
 
 class _LoggedRows:

@@ -24,22 +24,27 @@ if TYPE_CHECKING:
 
     from trainckpt.checkpointer import Checkpointer
 
-FACT, VERSIONS = "lightning", "versions"  # in the record of an attempt
+FACT, VERSIONS, PLACE = "lightning", "versions", "place"  # in the record of an attempt
 _WITH_VERSIONS = ("TensorBoardLogger", "CSVLogger", "WandbLogger")  # W&B's is the run's id
 
 
 def keep_versions(
     trainer: Any, run: str | os.PathLike[str] | None, options: Mapping[str, Any]
 ) -> None:
-    """Give the loggers the versions that they had in the newest attempt before this one."""
+    """Give the loggers the versions that they had in the newest attempt before this one.
+
+    In a copied run directory they begin anew: the versions are those of the original.
+    """
     with_versions = [one for one in trainer.loggers if is_a(one, *_WITH_VERSIONS)]
     is_new = read_options({name: options.get(name) for name in TABLE}).resume == "never"
     if not with_versions or is_new:
         return
     with suppress(TrainckptError):  # the Checkpointer meets it too, and raises it
-        records = attempt_history.read_attempts(open_run_tier(run))
-        told = [records[number].facts.get(FACT) for number in sorted(records, reverse=True)]
-        versions = [one[VERSIONS] for one in told if isinstance(one, dict) and VERSIONS in one]
+        tier = open_run_tier(run)
+        records = attempt_history.read_attempts(tier)
+        facts = [records[number].facts.get(FACT) for number in sorted(records, reverse=True)]
+        of_this = [one for one in facts if isinstance(one, dict) and one.get(PLACE) == tier.url]
+        versions = [one[VERSIONS] for one in of_this if VERSIONS in one]
         for one, version in zip(with_versions, versions[0] if versions else [], strict=False):
             if is_a(one, "WandbLogger"):
                 _keep_id(one, version)
@@ -62,7 +67,8 @@ def track(trainer: Any, ckpt: Checkpointer) -> None:
         return
     assert ckpt._attempt is not None
     versions = [one.version for one in trainer.loggers if is_a(one, *_WITH_VERSIONS)]
-    ckpt._attempt.record_writer.set_fact(FACT, VERSIONS, versions)
+    facts = {VERSIONS: versions, PLACE: ckpt._context.tier.url}
+    ckpt._attempt.record_writer.set_facts({FACT: facts})
     for one in trainer.loggers:
         try:
             if is_a(one, "TensorBoardLogger"):
