@@ -37,8 +37,8 @@ def test_importing_it_draws_no_random_number_and_imports_no_trainer():
         "import json, random, sys, torch; before = random.getstate(), torch.get_rng_state()\n"
         "import trainckpt\n"
         "same = before[0] == random.getstate() and torch.equal(before[1], torch.get_rng_state())\n"
-        "loaded = [m for m in ('lightning', 'pytorch_lightning', 'accelerate', 'transformers')\n"
-        "          if m in sys.modules]\n"
+        "trainers = 'lightning', 'pytorch_lightning', 'accelerate', 'transformers', 'ray'\n"
+        "loaded = [name for name in trainers if name in sys.modules]\n"
         "print(json.dumps([same, loaded]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

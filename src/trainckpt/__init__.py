@@ -28,6 +28,7 @@ from trainckpt.gc_pause import gc_paused
 
 if TYPE_CHECKING:
     from trainckpt import lightning as lightning
+    from trainckpt import ray as ray
     from trainckpt.checkpointer import Checkpointer
     from trainckpt.inspect.load import load
     from trainckpt.state.attributes import Attributes
@@ -57,7 +58,7 @@ _LATER = {
     "load": "trainckpt.inspect.load",
 }
 # Modules; each imports its framework.
-_TRAINERS = frozenset({"accelerate", "lightning", "transformers"})
+_TRAINERS = frozenset({"accelerate", "lightning", "ray", "transformers"})
 
 if not TYPE_CHECKING:  # with a __getattr__ in sight, type checkers would let any name pass
 

@@ -64,10 +64,11 @@ from trainckpt.stop.notice_listener import NoticeListener
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from trainckpt.attempt.script_hooks import AnyHook, AnyResumeHook
     from trainckpt.format.cursor import Cursor
+    from trainckpt.notice import NoticeSource
 
 
 class Checkpointer:
@@ -141,6 +142,7 @@ class Checkpointer:
             options=self.options,
             status_writer=self._status_writer,
             hard_exit=hard_exit,
+            trainer_sources=self._trainer_sources(),
         )
         self._status_writer.update(
             rank=self._world.rank,
@@ -199,12 +201,13 @@ class Checkpointer:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
-    ) -> None:
+    ) -> bool | None:
         if kind is None:
             self.close()
         elif self._attempt is not None:
             self._untracked.close()
             self._attempt.shutdown.abandon(error, self._position.cursor)
+        return None
 
     def resume(self, mode: str | None = None) -> Cursor:
         """Resume from the newest usable snapshot, or begin at step 0. Called once.
@@ -624,6 +627,10 @@ class Checkpointer:
         return True
 
     # ---- small things
+
+    def _trainer_sources(self) -> Sequence[NoticeSource]:
+        """Return the notice sources of the framework that runs the script, not started."""
+        return ()
 
     def _note(self, problems: list[Restored]) -> None:
         """Warn of inexact parts; a resume logs and records them again."""

@@ -16,8 +16,8 @@ Action = Literal["stop", "save"]
 Mode = Literal["micro-batch", "window"]
 
 # Prefix of reasons for a leaving or unhealthy machine: the run itself is still wanted.
-AWS, GCE, AZURE, GPU = "AWS", "GCE", "Azure", "GPU"
-OF_MACHINE = tuple(f"{who} " for who in (AWS, GCE, AZURE, GPU))
+AWS, GCE, AZURE, GPU, RAY = "AWS", "GCE", "Azure", "GPU", "Ray"
+OF_MACHINE = tuple(f"{who} " for who in (AWS, GCE, AZURE, GPU, RAY))
 
 
 @dataclass(frozen=True)

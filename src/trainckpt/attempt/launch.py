@@ -5,6 +5,7 @@
     accelerate  the same, with the ACCELERATE_... variables by which `accelerate launch` passes its
                 choices to the script
     srun        tasks of a Slurm step; only Slurm can start those
+    ray         workers of a Ray cluster; only a driver script can start those
 
 Secrets are redacted before anything is stored (`storage/redact.py`).
 
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 AT_VARIABLE = "TRAINCKPT_RESUME_AT"
 ACCEPT_OLDER_VARIABLE = "TRAINCKPT_ACCEPT_OLDER"
 DUMPS_VARIABLE = "TRAINCKPT_CAN_DUMP"  # its supervisor can dump it
-PYTHON, TORCHRUN, ACCELERATE, SRUN = "python", "torchrun", "accelerate", "srun"
+PYTHON, TORCHRUN, ACCELERATE, SRUN, RAY = "python", "torchrun", "accelerate", "srun", "ray"
+RAY_VARIABLE = "RAY_JOB_ID"  # in every worker process, and in no driver
 START_AGAIN = "start the script again as before"
 _RECORDED = re.compile(
     r"TRAINCKPT_|OMP_NUM_THREADS|MKL_|TORCH|CUDA_|CUBLAS_|NCCL_|GLOO_|PYTHONHASHSEED|PYTHONPATH"
@@ -86,6 +88,8 @@ def kind_of_launch(environment: Mapping[str, str]) -> str:
     if "TORCHELASTIC_RUN_ID" in environment:
         accelerate = any(name.startswith("ACCELERATE_") for name in environment)
         return ACCELERATE if accelerate else TORCHRUN
+    if RAY_VARIABLE in environment:
+        return RAY
     # A job's own script, started by no step, has the number of a process too.
     in_job_script = "SLURM_JOB_ID" in environment and "SLURM_STEP_ID" not in environment
     return SRUN if "SLURM_PROCID" in environment and not in_job_script else PYTHON
@@ -97,9 +101,9 @@ def missing_supervisor(environment: Mapping[str, str]) -> list[str]:
     Returns:
         Sentences for people; none where there is a supervisor.
     """
-    if environment.get("TRAINCKPT_SUPERVISOR"):
-        return []
     kind = kind_of_launch(environment)
+    if environment.get("TRAINCKPT_SUPERVISOR") or kind == RAY:  # Ray restarts its workers itself
+        return []
     if kind in (TORCHRUN, ACCELERATE):
         launcher = "torchrun" if kind == TORCHRUN else "accelerate launch (through torchrun)"
         patience = environment.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT") or "30"
@@ -202,6 +206,12 @@ def recorded_command(facts: Mapping[str, Any]) -> tuple[list[str], str, int]:
         raise ConfigurationError(
             f"the run was started by srun, which only Slurm can do again: {shown_command(argv)}",
             hint="run the srun line again; the script resumes by itself",
+        )
+    if kind == RAY:
+        raise ConfigurationError(
+            "the run was started by Ray, which only a driver script can do again",
+            hint="run the script that calls trainer.fit() again, with the same name and "
+            "storage_path in its RunConfig; the run resumes by itself",
         )
     if any(REDACTED in str(argument) for argument in argv):
         raise ConfigurationError(

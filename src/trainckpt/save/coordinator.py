@@ -105,6 +105,7 @@ class SaveCoordinator:
 
     Attributes:
         committed: Full name and cursor of the newest snapshot this attempt committed.
+        pinned: Rank 0: full names that checkpoints of a framework refer to; they are not pruned.
         skipped: Saves that all ranks skipped, since one before was still being written.
         sequence: Number of the last save that was begun.
         references: Regions of this rank that need not be written.
@@ -141,6 +142,7 @@ class SaveCoordinator:
                 one is lost. For saves to memory at every step.
         """
         self.committed: tuple[str, Cursor] | None = None
+        self.pinned: frozenset[str] = frozenset()
         self.skipped = self._failures = 0  # failures in a row
         self.arenas = arenas
         self.uploads, self.replication = uploads, replication
@@ -161,7 +163,7 @@ class SaveCoordinator:
             defaults=defaults,
             record_writer=record_writer,
             references=self.references,
-            being_read=lambda: self.uploads.busy,
+            being_read=lambda: {*self.uploads.busy, *self.pinned},
             encryption=encryption,
             room=self.replication.reserve,
         )

@@ -18,12 +18,14 @@ From a signal to the exit:
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 import weakref
 from typing import TYPE_CHECKING
 
 from trainckpt.attempt.heartbeat import Heartbeat
+from trainckpt.attempt.launch import RAY, kind_of_launch
 from trainckpt.attempt.log import logger
 from trainckpt.notice import Notice
 from trainckpt.preemption import gpu_health
@@ -42,8 +44,11 @@ from trainckpt.stop.notice_sources import (
 from trainckpt.stop.slow_stop import SlowStopWarning
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from trainckpt.attempt.options import Options
     from trainckpt.attempt.status_files import RankStatusWriter
+    from trainckpt.notice import NoticeSource
     from trainckpt.ranks.boundary_gate import BoundaryGate
     from trainckpt.ranks.store import RankStore
     from trainckpt.save.estimates import Timings
@@ -73,6 +78,7 @@ class NoticeListener:
         options: Options,
         status_writer: RankStatusWriter,
         hard_exit: HardExit,
+        trainer_sources: Sequence[NoticeSource] = (),
     ) -> None:
         check_notices(options.notices)
         self._hard_exit = hard_exit
@@ -81,6 +87,7 @@ class NoticeListener:
         self._timings = timings
         self.grace_s = options.grace or granted_s()
         self._options = options
+        self._trainer_sources = trainer_sources
         self._status_writer = status_writer
         self._heartbeat: Heartbeat | None = None
         self._signals = SignalSource(seconds_left=self.grace_s)
@@ -113,7 +120,7 @@ class NoticeListener:
         others = further_sources(self._options, self.grace_s, world)
         self._polled = [source for source in others if isinstance(source, PollingSource)]
         others += [notices] if notices is not None else []
-        others += [ProgressReporter(self._timings, world.rank)]
+        others += [*self._trainer_sources, ProgressReporter(self._timings, world.rank)]
 
         def report() -> None:  # the supervisor cannot see it, and must not restart the run after it
             self._status_writer.update(asked=True)
@@ -144,7 +151,8 @@ class NoticeListener:
         self._started = True
         for notice in early:
             self.watcher.request(notice)
-        if not self._signals.available:
+        if not self._signals.available and kind_of_launch(os.environ) != RAY:
+            # A worker of Ray trains on another thread, and gets no signal but SIGKILL.
             logger.warning("cannot listen to signals: %s", self._signals.why)
         for replaced in self._signals.replaced:
             logger.debug("%s is replaced during the run", replaced)

@@ -1,0 +1,188 @@
+"""Ray Train kills, drains and restarts workers, and the run is the uninterrupted one.
+
+Each job is a driver of its own (`ray_job.py`), with a cluster of its own on this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integrations.ray_job import EPOCHS, ITEMS
+from trainckpt.integrations.ray_report import read_pointer
+
+pytest.importorskip("ray")
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+AT = 7  # inside the third window of the first epoch, which has 12 micro-batches a rank
+WITHIN_S = 280
+
+
+class Job:
+    """A finished driver: its result, and the lines of its workers."""
+
+    def __init__(self, folder, **config):
+        self.folder = folder
+        self.config = {
+            "names": ["a"],
+            "traces": str(folder / "traces"),
+            "storage": str(folder / "storage"),
+            "every": "1 step",
+            **config,
+        }
+        self.result, self.log = drive(folder, self.config)
+
+    def lines(self, rank, name="a"):
+        text = (self.folder / "traces" / name / f"rank{rank}.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    def attempts(self, rank=0, name="a"):
+        return [line for line in self.lines(rank, name) if "begun" in line]
+
+    def trained(self, rank, name="a"):
+        """The micro-batches by their number; a repeated one has to be the same."""
+        trained = {}
+        for line in self.lines(rank, name):
+            if "number" in line:
+                assert trained.setdefault(line["number"], line) == line
+        return trained
+
+    def end(self, rank, name="a"):
+        return self.lines(rank, name)[-1]
+
+    def run(self, name="a"):
+        return self.folder / "storage" / name / "trainckpt"
+
+    def outcome(self, attempt, name="a"):
+        return json.loads((self.run(name) / "attempts" / f"{attempt}.json").read_text())["outcome"]
+
+
+def drive(folder, config):
+    """Run the driver; every process of its cluster has to be gone afterwards."""
+    short = tempfile.mkdtemp(prefix="r", dir="/tmp")  # paths of sockets may have 107 bytes
+    home = folder / "home"
+    home.mkdir(exist_ok=True)
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("TRAINCKPT_")},
+        "HOME": str(home),
+        "RAY_TMPDIR": short,
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "default",
+    }
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.integrations.ray_job", json.dumps(config)],
+            env=environment,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=WITHIN_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        left = processes_of(home)
+        assert psutil.wait_procs(left, timeout=20)[1] == []
+    finally:
+        for process in processes_of(home):
+            process.kill()
+        shutil.rmtree(short, ignore_errors=True)
+    last = next(line for line in done.stdout.splitlines() if line.startswith('{"'))
+    return json.loads(last), done.stdout + done.stderr
+
+
+def processes_of(home):
+    """The processes of a cluster: only they have this home."""
+    processes = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("HOME") == str(home):
+                processes.append(process)
+        except psutil.Error:
+            continue
+    return processes
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    job = Job(tmp_path_factory.mktemp("straight"))
+    assert [len(job.trained(rank)) for rank in range(2)] == [EPOCHS * ITEMS // 4] * 2
+    return job
+
+
+def assert_same(job, straight):
+    for rank in range(2):
+        assert job.trained(rank) == straight.trained(rank)
+        assert job.end(rank) == straight.end(rank)
+
+
+def test_a_killed_worker_costs_no_micro_batch_after_the_last_save(tmp_path, straight):
+    job = Job(tmp_path, fault="kill", at=AT, rank=1, max_failures=1)
+    assert_same(job, straight)
+    assert [one["begun"] for one in job.attempts()] == [0, 6]  # of the last step, and not cold
+    for false_alarm in ("supervisor", "cannot listen", "was alive"):
+        assert false_alarm not in job.log
+
+
+def test_a_drained_node_is_left_before_its_deadline_for_a_spare_one(tmp_path, straight):
+    job = Job(tmp_path, nodes=3, fault="drain", at=AT, rank=1, grace=60.0, every="1000 steps")
+    assert_same(job, straight)
+    first, second = job.attempts(1)
+    assert second["begun"] == AT + 1  # the next micro-batch: nothing was trained twice
+    drained = first["node"]
+    assert drained not in {job.attempts(rank)[1]["node"] for rank in range(2)}
+    outcome = job.outcome(1)
+    assert outcome["outcome"] == "stopped"
+    assert outcome["lost_micro_batches"] == 0
+    assert "Ray" in outcome["reason"]
+    assert outcome["seconds"] < 60.0
+
+
+def test_without_a_spare_node_fewer_workers_train_each_sample_once(tmp_path):
+    job = Job(tmp_path, nodes=2, num_workers=[1, 2], fault="drain", at=AT, rank=1, grace=20.0)
+    assert len(job.attempts(1)) == 1
+    assert [one["begun"] for one in job.attempts(0)] == [0, AT + 1]
+    ids = [i for rank in range(2) for line in job.trained(rank).values() for i in line["ids"]]
+    assert sorted(ids) == sorted(list(range(ITEMS)) * EPOCHS)
+
+
+def test_a_pause_ends_the_run_without_a_restart_and_the_next_fit_resumes(tmp_path, straight):
+    paused = Job(tmp_path, fault="pause", at=AT, max_failures=2, every="1000 steps")
+    assert len(paused.attempts()) == 1
+    assert paused.outcome(1)["reason"] == "trainckpt pause"
+    resumed = Job(tmp_path)
+    assert [one["begun"] for one in resumed.attempts()] == [0, AT + 1]
+    for rank in range(2):
+        assert resumed.trained(rank) == straight.trained(rank)
+
+
+def test_two_trials_at_once_resume_apart_and_keep_what_ray_keeps(tmp_path):
+    job = Job(
+        tmp_path,
+        names=["a", "b"],
+        num_workers=1,
+        reports=True,
+        num_to_keep=1,
+        fault="kill",
+        at=28,  # in the second epoch, after a report
+        rank=0,
+        max_failures=1,
+        options={"keep_last": 1},
+    )
+    assert job.trained(0, "a") == job.trained(0, "b")
+    for name in job.config["names"]:
+        assert [one["begun"] for one in job.attempts(0, name)] == [0, 27]
+        assert job.result[name]["metrics"]["epoch"] == EPOCHS - 1
+        (checkpoint,) = job.result[name]["checkpoints"]
+        assert sum(file.stat().st_size for file in Path(checkpoint).iterdir()) < 1024
+        run, snapshot = read_pointer(Path(checkpoint))
+        assert Path(run) == job.run(name)
+        assert (Path(run) / "snapshots" / snapshot / "manifest.json").exists()
