@@ -16,7 +16,7 @@ import pytest
 
 from tests.limits import HANG_S
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(800)]  # up to three launches that compile
 
 SCRIPT = Path(__file__).with_name("compiled_script.py")
 COMPILER = """#!/bin/sh
