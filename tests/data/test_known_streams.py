@@ -14,6 +14,7 @@ from trainckpt.data import carried_state, randomness
 from trainckpt.data.loader import TrackedLoader
 from trainckpt.data.state_dict_methods import is_of
 from trainckpt.data.state_differences import restored
+from trainckpt.errors import ConfigurationError
 
 
 class Stage:
@@ -101,6 +102,40 @@ def test_a_generator_is_found_below_any_number_of_nodes():
         node = kind(source=node)
     [path] = randomness.capture({"loader": node})
     assert path == "loader" + 20 * ".source" + ".sampler.generator"
+
+
+Buffer = type("BufferShuffledExamplesIterable", (SimpleNamespace,), {})
+
+
+class Inside(IterableDataset):
+    """A script's dataset around one of datasets."""
+
+    def __init__(self, stage):
+        self.dataset = SimpleNamespace(_ex_iterable=SimpleNamespace(ex_iterable=stage))
+
+    def __iter__(self):
+        return iter(())
+
+
+class Keeping(Inside, Disturbed):
+    """Its own state holds the buffer."""
+
+    def __init__(self, stage):
+        Inside.__init__(self, stage)
+        Disturbed.__init__(self)
+
+
+class OwnState(d.StaysLoaded):
+    def __init__(self, dataset):
+        super().__init__()
+        self.dataset = dataset
+
+
+def test_a_buffer_that_a_loader_s_own_state_lacks_is_refused_unless_the_dataset_keeps_it():
+    with pytest.raises(ConfigurationError, match=r"DataLoader in place of OwnState"):
+        TrackedLoader(OwnState(Inside(Buffer())), name="train")
+    TrackedLoader(OwnState(Inside(SimpleNamespace())), name="train")
+    TrackedLoader(OwnState(Keeping(Buffer())), name="train")
 
 
 def test_a_class_derived_from_a_package_s_is_of_that_package():

@@ -94,8 +94,15 @@ def _stages(holder: Any) -> Iterator[Any]:
         names = getattr(value, "__dict__", None) or {}
         inner = [names.get(key) for key in _INNER]
         inner += [one for part in inner if isinstance(part, (list, tuple)) for one in part]
-        if depth < _DEEPEST:
+        is_own = depth and has_state(value) and not _is_of_library(value)
+        if (
+            depth < _DEEPEST and not is_own
+        ):  # a script's own state may hold more than what is inside
             queue += [(one, depth + 1) for one in inner if hasattr(one, "__dict__")]
+
+
+def _is_of_library(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] in ("datasets", "torch", "torchdata")
 
 
 _INNER = (
