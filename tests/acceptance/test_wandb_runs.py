@@ -55,6 +55,31 @@ def test_rows_in_the_files_are_cut_off_after_three_kills(tmp_path, settings):
     assert rows(tmp_path / "logs") == expected
 
 
+def test_rows_that_are_in_the_file_at_a_snapshot_stay_and_later_ones_are_cut_off(tmp_path):
+    def open_log(folder):
+        opened = logs_to(folder, settings={"x_transaction_log_flush_interval": 0.01})
+
+        def open_(ckpt):
+            log = opened(ckpt)
+            (tracked,) = ckpt._registry.runs.values()
+
+            def logs(name, value, at):
+                log(name, value, at)
+                while tracked._rows.unwritten:
+                    tracked._rows.forget_written()
+
+            return logs
+
+        return open_
+
+    train(tmp_path / "straight", open_log(tmp_path / "whole"))
+    expected = rows(tmp_path / "whole")
+    with_three_kills(tmp_path / "run", open_log(tmp_path / "logs"))
+    assert rows(tmp_path / "logs") == expected
+    asides = list(tmp_path.rglob("*.wandb.after-*"))
+    assert any(path.with_suffix("").exists() for path in asides), "cut off within a file"
+
+
 def test_the_whole_file_stays_beside_the_one_that_was_cut(tmp_path):
     killed(tmp_path / "run", logs_to(tmp_path / "logs"), crash_at=6)
     finish(wandb.run)
