@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from multiprocessing import forkserver
 from pathlib import Path
@@ -135,6 +136,9 @@ def pytest_xdist_setupnodes(specs):
 # What tests leave in shared memory, since they kill what would give it back, ends with them.
 MEMORY = f"/dev/shm/trainckpt-tests-{os.getpid()}"
 os.environ["TRAINCKPT_MEMORY"] = MEMORY
+# Compile caches of launches: those of a run that a user has started here stay as they are.
+CACHE = f"{tempfile.gettempdir()}/trainckpt-tests-{os.getpid()}"
+os.environ["TRAINCKPT_CACHE"] = CACHE
 
 
 def pytest_sessionstart():
@@ -150,3 +154,4 @@ def pytest_collection_finish():
 
 def pytest_sessionfinish():
     shutil.rmtree(MEMORY, ignore_errors=True)
+    shutil.rmtree(CACHE, ignore_errors=True)

@@ -297,7 +297,7 @@ attempt("runs/elsewhere", epochs=2)
 
 
 def test_a_run_that_is_in_a_store_alone_goes_on_on_another_machine_by_its_url(
-    tmp_path, capsys, monkeypatch, rclone_server, at
+    tmp_path, capfd, monkeypatch, rclone_server, at
 ):
     at(rclone_server)
     url, here = f"s3://{BUCKET}/{tmp_path.name}", tmp_path / "here"
@@ -316,8 +316,8 @@ def test_a_run_that_is_in_a_store_alone_goes_on_on_another_machine_by_its_url(
     here.mkdir()
     (here / "train.py").write_text(SCRIPT.format(root=str(ROOT)))
     monkeypatch.chdir(here)
-    assert main(["resume", "--json", url]) == 0, capsys.readouterr().err
-    ended = told(capsys)
+    assert main(["resume", "--json", url]) == 0, capfd.readouterr().err
+    ended = told(capfd)
     assert ended["outcome"] == "finished"
     assert ended["tiers"] == ["local", "s3"]
     assert record(here / "runs/elsewhere", 2)["parent"] == begun_from
