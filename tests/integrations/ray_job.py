@@ -30,6 +30,7 @@ def train(config):
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, Dataset
+    from torch.utils.data.distributed import DistributedSampler
 
     import trainckpt.ray
 
@@ -48,7 +49,11 @@ def train(config):
     model = ray.train.torch.prepare_model(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    loader = ray.train.torch.prepare_data_loader(DataLoader(Noisy(), BATCH, shuffle=True))
+    order = {"shuffle": True}
+    if config.get("own_sampler"):  # with one worker, Ray adds none
+        world = ray.train.get_context().get_world_size()
+        order = {"sampler": DistributedSampler(Noisy(), num_replicas=world, rank=rank)}
+    loader = ray.train.torch.prepare_data_loader(DataLoader(Noisy(), BATCH, **order))
     torch.manual_seed(100 + rank)
     random.seed(100 + rank)
     np.random.seed(100 + rank)
@@ -207,7 +212,7 @@ def drain(config):
     until(lambda: all((traces / f"reached{rank}").exists() for rank in range(2)))
     first = json.loads((traces / f"rank{config['rank']}.jsonl").read_text().splitlines()[0])
     client = GcsClient(address=ray.get_runtime_context().gcs_address)
-    deadline_ms = int((time.time() + config["grace"]) * 1000)
+    deadline_ms = int((time.time() + config.get("grace", 20.0)) * 1000)
     accepted, why = client.drain_node(first["node"], 2, "spot", deadline_ms)
     (traces / "drained").write_text(json.dumps([accepted, why, time.time(), deadline_ms]))
 
