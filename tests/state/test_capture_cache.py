@@ -59,13 +59,13 @@ class Saves:
         self.registry.add("model", training.model)
         self.registry.add("optimizer", training.optimizer)
         self.registry.watched  # noqa: B018 - begins to watch
-        self.plans, self.direct = SavePlanCache(self.registry, 0, 1), staging.DirectCopies()
+        self.plans, self.cache = SavePlanCache(self.registry, 0, 1), staging.StagingCache()
 
     def file(self):
         with self.registry.unchanged():
             captured = capture(self.registry)
             plan = self.plans.plan(captured, [])
-            shard = staging.stage(captured, plan.regions, rank=0, world=1, direct=self.direct)
+            shard = staging.stage(captured, plan.regions, rank=0, world=1, cache=self.cache)
         return b"".join(shard.blocks())
 
 

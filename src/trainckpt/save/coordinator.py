@@ -175,7 +175,7 @@ class SaveCoordinator:
         self._registry, self._defaults, self._timings = registry, defaults, timings
         self._window_start, self._saves_gradients = window_start, saves_gradients
         self._plan_cache = SavePlanCache(registry, channel.world.rank, channel.world.size)
-        self._direct = staging.DirectCopies()
+        self._staging_cache = staging.StagingCache()
         self._replica_check = ReplicaCheck(channel.world.rank, channel.world.size)
         self.sequence = 0
         self._save: _SaveInFlight | None = None  # the one being written, or the last one
@@ -440,7 +440,7 @@ class SaveCoordinator:
                     planned,
                     memory=memory,
                     device_copier=device_copier,
-                    direct=self._direct,
+                    cache=self._staging_cache,
                     **how,
                 )
                 shard.descriptor = self.arenas.descriptor

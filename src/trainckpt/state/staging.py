@@ -14,7 +14,7 @@ import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -206,7 +206,7 @@ def stage(
     later: Collection[str] = (),
     device_copier: DeviceCopier | None = None,
     digests: bool = False,
-    direct: DirectCopies | None = None,
+    cache: StagingCache | None = None,
 ) -> Shard:
     """Copy `regions` of the captured tensors to their positions in one shard file.
 
@@ -220,9 +220,10 @@ def stage(
         device_copier: Copies from a GPU. None: no GPU copies.
         digests: Also digest the regions copied by this thread, while they are in a cache. It
             slows this thread: for hosts with no free core.
-        direct: The small copies of earlier saves, planned once.
+        cache: Of earlier saves of this rank.
     """
-    header = _laid_out(tuple(regions), rank, world, tuple((references or {}).items()))
+    cache = cache or StagingCache()
+    header = cache.header(ShardHeader(rank, world, tuple(regions), references=references or {}))
     device_copier = device_copier or _NO_DEVICE
     device_copier.settle()
     size = header.header_bytes + header.data_bytes
@@ -230,7 +231,7 @@ def stage(
     begin = torch.frombuffer(shard.data, dtype=torch.uint8).data_ptr() if len(shard.data) else 0
     by_device = []
     digests = digests and torch.get_num_threads() == 1  # else torch's threads share the copy
-    runs, others = (direct or DirectCopies()).plan(captured, header)
+    runs, others = cache.plan_copies(captured, header)
     for first_byte, address, num_bytes in runs:
         ctypes.memmove(begin + first_byte, address, num_bytes)
     for region in others:
@@ -255,17 +256,26 @@ def stage(
     return shard
 
 
-class DirectCopies:
-    """The small copies from tensors that an earlier save had at the same addresses.
+class StagingCache:
+    """What is repeated from save to save: the header, and the small copies.
 
-    They are planned once, as long as header and captured blocks are the same objects.
+    Small copies are those from tensors that an earlier save had at the same addresses. They are
+    planned once, as long as header and captured blocks are the same objects.
     """
 
     def __init__(self) -> None:
+        self._asked: ShardHeader | None = None
+        self._header: ShardHeader | None = None
         self._key: tuple[ShardHeader, list[TensorBlock]] | None = None
-        self._plan: tuple[list[tuple[int, int, int]], list[Region]] = [], []
+        self._copies: tuple[list[tuple[int, int, int]], list[Region]] = [], []
 
-    def plan(
+    def header(self, asked: ShardHeader) -> ShardHeader:
+        """Return the header with all offsets; the last one if the same regions are asked for."""
+        if self._header is None or asked != self._asked:
+            self._asked, self._header = asked, _laid_out(asked)
+        return self._header
+
+    def plan_copies(
         self, captured: Captured, header: ShardHeader
     ) -> tuple[list[tuple[int, int, int]], list[Region]]:
         """Return (first byte in the file's data, address, bytes) of each, and the other regions."""
@@ -274,13 +284,14 @@ class DirectCopies:
             small = frozenset().union(*(block.small for block in captured.blocks))
             runs, others = list[tuple[int, int, int]](), list[Region]()
             for region in header.regions:
-                source = source_of(captured, region) if region.tensor in small else None
+                is_one = region.tensor in small and region.is_whole
+                source = captured.tensors[region.tensor] if is_one else None
                 if source is not None and source.is_cpu and source.is_contiguous():
                     runs.append((region.first_byte, source.data_ptr(), source.nbytes))
                 else:
                     others.append(region)
-            self._key, self._plan = (header, captured.blocks), (runs, others)
-        return self._plan
+            self._key, self._copies = (header, captured.blocks), (runs, others)
+        return self._copies
 
 
 def _copied(target: int, source: torch.Tensor) -> str:
@@ -298,12 +309,9 @@ def _copied(target: int, source: torch.Tensor) -> str:
     return "".join(digests)
 
 
-@lru_cache(maxsize=4)
-def _laid_out(
-    regions: tuple[Region, ...], rank: int, world: int, references: tuple[tuple[str, str], ...] = ()
-) -> ShardHeader:
-    """Return the header with all offsets. Cached: most saves repeat the layout."""
-    header = ShardHeader(rank, world, shard_file.lay_out(regions), references=dict(references))
+def _laid_out(header: ShardHeader) -> ShardHeader:
+    """Return the header with all offsets."""
+    header = replace(header, regions=shard_file.lay_out(header.regions))
     return replace(header, header_bytes=len(shard_file.build(header)))
 
 
@@ -317,7 +325,7 @@ def stream(
     references: Mapping[str, str] | None = None,
 ) -> StreamedShard:
     """Lay out the file as `stage` does, but copy nothing before it is written."""
-    header = _laid_out(tuple(regions), rank, world, tuple((references or {}).items()))
+    header = _laid_out(ShardHeader(rank, world, tuple(regions), references=references or {}))
     sources = [source_of(captured, region) for region in header.regions]
     header = shard_file.with_digests(header, digests_of(captured, header.regions))
     return StreamedShard(header, shard_file.build(header), sources)
