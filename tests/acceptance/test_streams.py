@@ -116,7 +116,7 @@ def test_a_row_of_the_page_is_true(tmp_path, name, workers, epoch):
         assert resumed_weights == weights
         left = reads[0] - (reads[1] - reads[0]) if workers == 0 else samples_left(name, rest)
     assert samples_of(rest) != samples_of(begun_anew)
-    if again != "-":
+    if again != "all":
         limit = again.split(", ")[epoch]
         count = reads[2] - reads[1] - left
         assert count <= int(limit.removeprefix("≤ "))

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import _utils
+from torch.utils.data import IterableDataset, _utils
 from torch.utils.data import dataloader as torch_loader
 
 from trainckpt.data.pass_history import fingerprint
@@ -79,7 +79,6 @@ class Progress:
         order: Digest of the index lists consumed.
         batches_digest: Of the batches returned; empty if they are not compared.
         digests: Of each of the last batches returned, if they are compared.
-        of_worker: Worker -> the number of its batches that came in this process.
     """
 
     position: int = 0
@@ -89,7 +88,6 @@ class Progress:
     order: bytes = b""
     batches_digest: bytes = b""
     digests: deque[bytes] = field(default_factory=lambda: deque(maxlen=_DIGESTS))
-    of_worker: Counter[int] = field(default_factory=Counter)
 
     def add_batch(self, batch: Any) -> None:
         """Add a stream's batch to the digests."""
@@ -102,7 +100,6 @@ class Progress:
         changed = batch.changed_states()
         if changed:
             self.workers[batch.worker] = {**self.workers.get(batch.worker, {}), **changed}
-        self.of_worker[batch.worker] += 1
         self.record_changes(batch.worker, batch.changing_attributes())
 
     def record_changes(self, worker: int, seen: Seen | None) -> None:
@@ -123,8 +120,6 @@ class Plan:
         loop_numbers: Compares the dataset's numbers before each batch, and after those loaded here.
         compares: Add batches to `Progress.passed`.
         before_fetch: Called before each fetch, without workers.
-        carry_every: Batches after which each worker sends the states of its data; 0: never.
-        after_batch: Called with the progress after each batch of workers.
         loads_skipped: Load the skipped batches too, without workers: their samples draw from the
             generator that the sampler draws from.
     """
@@ -137,8 +132,6 @@ class Plan:
     loop_numbers: LoopNumbers | None = None
     compares: bool = False
     before_fetch: Callable[[], None] | None = None
-    carry_every: int = 0
-    after_batch: Callable[[Progress], None] | None = None
     loads_skipped: bool = False
 
 
@@ -159,7 +152,7 @@ def make_iterator(loader: DataLoader[Any], progress: Progress, plan: Plan) -> An
     if loader.num_workers == 0:
         return InProcessIterator(loader, progress, plan)
     context = loader.multiprocessing_context or torch.multiprocessing
-    tap = RngCollate(loader.collate_fn, carry_every=plan.carry_every)
+    tap = RngCollate(loader.collate_fn, carries=not isinstance(loader.dataset, IterableDataset))
     loader.worker_init_fn = WorkerStart(loader.worker_init_fn, plan.workers, tap)
     loader.collate_fn = tap
     with signals_blocked(context.get_start_method()):
@@ -274,8 +267,7 @@ class WorkersIterator(_Multi):
             next(self._worker_queue_idx_cycle)
         drawn = 0
         for drawn, index in enumerate(itertools.islice(self._sampler_iter, skip), start=1):  # noqa: B007
-            if not self._plan.compares:
-                self._order = _extend_order(index, self._order)
+            self._order = _extend_order(index, self._order)
         if drawn < skip:
             raise _beyond_end_error(skip)
         self.progress.order = self._order
@@ -298,8 +290,6 @@ class WorkersIterator(_Multi):
         batch = self._unwrap(data)
         if self._plan.compares:
             progress.add_batch(batch)
-        if self._plan.after_batch is not None:
-            self._plan.after_batch(progress)
         return batch
 
     def order_ahead(self, number: int | None = None) -> tuple[int, bytes]:

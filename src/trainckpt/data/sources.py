@@ -62,10 +62,10 @@ from trainckpt.data.resharding import Assignment, EpochResharder, resharder_of
 from trainckpt.data.restored_numbers import RestoredNumbers
 from trainckpt.data.sampler import length
 from trainckpt.data.sampler_checks import SamplerChecks
-from trainckpt.data.state_dict_methods import has_state, has_usable_state, is_of, refuse_arguments
+from trainckpt.data.state_dict_methods import has_state, is_of, refuse_arguments
 from trainckpt.data.stateful_loader import StatefulSource
-from trainckpt.data.stream_trials import STATE_INTERVAL, StreamTrials, WorkerTrials
-from trainckpt.data.worker import CARRIED_STATES, kill_workers
+from trainckpt.data.stream_trials import StreamTrials
+from trainckpt.data.worker import kill_workers
 from trainckpt.errors import ConfigurationError, StateMismatch
 from trainckpt.format.exactness import How, Restored
 
@@ -189,12 +189,7 @@ class LoaderSource:
         if has_own_state and not loader.num_workers:
             self._stream = StatefulStream(name, loader.dataset, report)
             self._trials = StreamTrials(self._stream, self, name, report)
-        # in workers: each one's state
-        self._worker_trials: WorkerTrials | None = None
-        sends_states = has_own_state and has_usable_state(loader.dataset) and not self._persistent
-        if sends_states and loader.num_workers:
-            self._worker_trials = WorkerTrials(self, loader, name, report)
-        # a stream without a state of this process: its consumed batches are loaded again
+        # a stream without a state: its consumed batches are loaded again
         self._replays = self.kind == "iterable" and self._stream is None
         self._samplers = SamplerChecks(
             loader, name, report, tracked_places=tracked_places, with_dataset=self._replays
@@ -228,8 +223,6 @@ class LoaderSource:
         self.progress = self._progress(workers=self._workers_before)
         if self._trials is not None:
             self._trials.clear()
-        if self._worker_trials is not None:
-            self._worker_trials.begin()
         if self._persistent_iterator is not None:
             self._persistent_iterator.progress = self.progress
             # not a resharded pass's
@@ -245,6 +238,7 @@ class LoaderSource:
             self._ids = self.required_resharder.ids(self.assignment)
         if self._replays:  # the workers load everything again
             self._workers_before = saved.get("workers before", {})
+            self.progress = self._progress(workers=self._workers_before)
         self._data_before = DataState.saved_as(saved, "before")
         self._pass_numbers = saved.get("pass numbers", {})
         known_streams.restore_pass_numbers(self._loader.dataset, self._pass_numbers)
@@ -257,34 +251,15 @@ class LoaderSource:
             iterator = iter(())
         elif self._trials is not None and saved["own"] is not None:
             iterator = self._trials.resume(saved)
-        elif self._replays:
-            trials = self._worker_trials
-            iterator = None if trials is None else trials.resume(saved)
-            if iterator is None:
-                self.begin_at(0, self._workers_before)
-                self.rewind_all()
-                iterator = self.open_iterator(skip=0)
-                self.replay(iterator, saved)
         else:
             iterator = self.open_iterator(skip=0)
+        if self._replays:
+            self.replay(iterator, saved)
         self.progress.position, self.progress.samples = saved["position"], saved["samples"]
         self.progress.batches_digest = saved.get("passed", b"")
         sampler.restore(self._loader, saved["now"])
         self.restore_data(DataState.saved_as(saved, "now"))
         return iterator
-
-    def moved_workers(self, saved: dict[str, Any]) -> list[int]:
-        """Return the workers with other generators than at the save."""
-
-        def generators(states: dict[str, Any]) -> dict[str, Any]:
-            return {name: value for name, value in states.items() if name != CARRIED_STATES}
-
-        then = saved["workers"]
-        return [
-            worker
-            for worker, states in self.progress.workers.items()
-            if generators(states) != generators(then.get(worker, {}))
-        ]
 
     def resume_in_other_world(self, window: dict[str, Any]) -> Iterator[Any]:
         """Resume at a window's start with this rank's share of the rest; workers start afresh."""
@@ -350,7 +325,6 @@ class LoaderSource:
             **self._numbers.state(has_workers=in_pass or has_workers),
             "trial": None if self._trials is None else self._trials.newest(),
             "last end": None if self._stream is None else self._stream.last_end,
-            "worker trial": self._worker_trial() if in_pass else None,
             "own": None,
             "deal": None
             if self.assignment is None or self.assignment.plain
@@ -360,10 +334,6 @@ class LoaderSource:
             state["own"] = self._stream.state
             state["ran_out"] = in_pass and has_run_out(self._last_iterator())
         return state
-
-    def _worker_trial(self) -> dict[str, Any] | None:
-        trials = self._worker_trials
-        return None if trials is None else trials.newest(self.progress.position)
 
     def load(self, saved: dict[str, Any]) -> None:
         """Load a saved state."""
@@ -450,7 +420,12 @@ class LoaderSource:
                     [f"{saved['batches']} batches were consumed, {number} came now"],
                     hint="resume with the dataset of the saved run",
                 ) from None
-        moved = self.moved_workers(saved)
+        saved_workers, current_workers = saved["workers"], self.progress.workers
+        moved = [
+            worker
+            for worker in current_workers
+            if current_workers[worker] != saved_workers.get(worker)
+        ]
         if saved.get("passed") != self.progress.batches_digest or (
             moved and self._loader.num_workers
         ):
@@ -540,10 +515,6 @@ class LoaderSource:
         self.restore_data(self._data_before)
         self._rewind()
 
-    def begin_at(self, position: int, workers: dict[int, dict[str, Any]]) -> None:
-        """Count the pass from a position, with workers that start in these states."""
-        self.progress = self._progress(position=position, workers=workers)
-
     def restart_progress(self) -> None:
         """Count the pass from its start."""
         self.progress = self._progress()
@@ -577,8 +548,6 @@ class LoaderSource:
             loop_numbers=self._numbers.of_loop,
             compares=self.kind == "iterable",
             before_fetch=None if self._trials is None else self._trials.record_fetch,
-            carry_every=self._carry_every,
-            after_batch=None if self._worker_trials is None else self._worker_trials.record,
             loads_skipped=loads_skipped,
         )
         loader = copy.copy(self._loader)
@@ -592,13 +561,6 @@ class LoaderSource:
         self._last_iterator = weakref.ref(iterator)
         self._persistent_iterator = iterator if self._persistent else None
         return iterator
-
-    @property
-    def _carry_every(self) -> int:
-        """Batches after which a worker sends the states of its data; 0: never."""
-        if self.kind == "map":
-            return 1
-        return 0 if self._worker_trials is None else STATE_INTERVAL
 
     def _rewind(self) -> None:
         assert self._rng_before is not None

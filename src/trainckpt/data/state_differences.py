@@ -71,11 +71,9 @@ def restored(name: str, saved: dict[str, Any], *, in_place: bool) -> list[Restor
     is_stream = saved["kind"] == "iterable" or under.get("passed")
     if not is_stream or not under["position"] or under["before"] is None:
         return parts  # its order is compared; or it resumes between passes, checked by a trial
-    if under["own"] is None and under.get("worker trial") is None:
+    if under["own"] is None:
         reason = f"{name}: {under['batches']} batches are loaded again"
         parts.append(Restored(name, How.REPLAYED, reason))
-    elif under["own"] is not None and not (
-        under.get("trial") or under.get("ran_out") or under["position"] <= TRIAL_BATCHES
-    ):
+    elif not (under.get("trial") or under.get("ran_out") or under["position"] <= TRIAL_BATCHES):
         parts.append(Restored(name, How.OWN_STATE, "its dataset's own state"))
     return parts

@@ -9,10 +9,6 @@ three ways, the best first:
     later                  the trial: the state of some batches before is loaded, and the batches
                            since are loaded again and compared
     if that fails          the whole pass is loaded again, and compared by `LoaderSource.replay`
-
-In workers each one has a position of its own. They send their states every few batches, all after
-the same number, and `WorkerTrials` records those of all together. A resume starts new workers with
-them, and loads the batches since.
 """
 
 from __future__ import annotations
@@ -26,22 +22,17 @@ from trainckpt.data.carried_state import DataState
 from trainckpt.data.iterable import are_equal
 from trainckpt.data.pass_history import fingerprint
 from trainckpt.data.randomness import main_rng, set_main_rng
-from trainckpt.data.worker import CARRIED_STATES, kill_workers
 from trainckpt.format.exactness import How, Restored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from torch.utils.data import DataLoader
-
     from trainckpt.data.iterable import StatefulStream
-    from trainckpt.data.iterators import Progress
     from trainckpt.data.sources import LoaderSource
     from trainckpt.format.exactness import Report
 
 
 _INTERVAL = 8  # batches after which a stream's state is recorded
-STATE_INTERVAL = 4  # batches of each worker after which it sends its state
 TRIAL_BATCHES = 4  # fewer may come from a wrong state by chance
 
 
@@ -205,73 +196,6 @@ class StreamTrials:
     def _restart_progress(self) -> None:
         self.clear()
         self._source.restart_progress()
-
-
-class WorkerTrials:
-    """The trials of a stream in workers: states of all workers after as many batches of each.
-
-    A worker that runs out before the others ends that: no later state is recorded in the pass.
-    """
-
-    def __init__(
-        self, source: LoaderSource, loader: DataLoader[Any], name: str, report: Report
-    ) -> None:
-        self._source = source
-        self._name = name
-        self._report = report
-        self._kind = type(loader.dataset).__qualname__
-        self._workers = loader.num_workers
-        self._start = 0  # position at which this process's workers began
-        self._trials: list[dict[str, Any]] = []  # the newest, and the one before
-
-    def begin(self, *, position: int = 0, trial: dict[str, Any] | None = None) -> None:
-        """Begin a pass, or go on in it from the states of a trial."""
-        self._start = position
-        self._trials = [] if trial is None else [{**trial, "since": b""}]
-
-    def record(self, progress: Progress) -> None:
-        """Record a batch, and the workers' states if all have just sent theirs."""
-        for trial in self._trials:
-            trial["since"] = fingerprint(progress.digests[-1], trial["since"])
-        passed = progress.position - self._start
-        own, rest = divmod(passed, self._workers)
-        is_due = not rest and own % STATE_INTERVAL == 0
-        if is_due and all(progress.of_worker[worker] == own for worker in range(self._workers)):
-            states = {worker: dict(states) for worker, states in progress.workers.items()}
-            if all(CARRIED_STATES in states.get(worker, {}) for worker in range(self._workers)):
-                new = {"at": progress.position, "workers": states, "since": b""}
-                self._trials = [*self._trials[-1:], new]
-
-    def newest(self, position: int) -> dict[str, Any] | None:
-        """Return the newest trial with enough batches after it, up to this position."""
-        least = max(TRIAL_BATCHES, self._workers)
-        return next((dict(t) for t in reversed(self._trials) if position - t["at"] >= least), None)
-
-    def resume(self, saved: dict[str, Any]) -> Any:
-        """Return the iterator of workers with their saved states, or None if other batches come."""
-        trial = saved.get("worker trial")
-        if trial is None:
-            self.begin()
-            return None
-        iterator, source = None, self._source
-        source.begin_at(trial["at"], trial["workers"])
-        self.begin(position=trial["at"], trial=trial)
-        with suppress(Exception):  # a dataset may raise anything
-            iterator = source.open_iterator(skip=trial["at"])
-            for _ in range(saved["position"] - trial["at"]):
-                next(iterator)
-            if self._trials[0]["since"] == trial["since"] and not source.moved_workers(saved):
-                return iterator
-        if iterator is not None:
-            kill_workers(iterator)
-        reason = (
-            f"{self._name}: the states that {self._kind} had in the workers do not lead to the "
-            "samples that came after them (a shuffle buffer is not in them, say): "
-            f"{saved['batches']} batches are loaded again"
-        )
-        self._report(Restored(self._name, How.REPLAYED, reason))
-        self.begin()
-        return None
 
 
 def _folded(digests: Iterable[bytes]) -> bytes:

@@ -210,14 +210,12 @@ class RngCollate:
     """The user's collate_fn, with the worker's randomness added to its result.
 
     Attributes:
-        carry_every: Batches after which the worker sends the data's states; 0: never, the batches
-            are loaded again instead.
+        carries: Send the data's states with each batch; False if batches are loaded again instead.
     """
 
-    def __init__(self, collate: Callable[[Any], Any], *, carry_every: int) -> None:
+    def __init__(self, collate: Callable[[Any], Any], *, carries: bool) -> None:
         self.collate = collate
-        self.carry_every = carry_every
-        self._batches = 0  # of this worker
+        self.carries = carries
 
     def generator_roots(self) -> dict[str, Any]:
         """Return the worker's objects that may hold generators."""
@@ -238,8 +236,7 @@ class RngCollate:
         if passes != _sent_states[COUNTED_PASSES]:
             changed[COUNTED_PASSES] = passes
         _sent_states.update(changed)
-        self._batches += 1
-        states = self._states(roots)
+        states = carried_state.capture(roots) if self.carries else {}
         changing = _watches[0].poll_changes() if _watches else None
         return BatchWithRng(
             batch,
@@ -248,16 +245,6 @@ class RngCollate:
             carried=Carried(states) if states else None,
             changing=None if changing is None else json.dumps(changing).encode(),
         )
-
-    def _states(self, roots: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the states of the data if they are due."""
-        if not self.carry_every or self._batches % self.carry_every:
-            return {}
-        if self.carry_every == 1:
-            return carried_state.capture(roots)
-        with suppress(Exception):  # not every stream has a state amid a pass: it is loaded again
-            return carried_state.capture(roots)
-        return {}
 
 
 class WorkerStart:
@@ -294,7 +281,7 @@ class WorkerStart:
         _sent_states.update(packed_rng())
         _sent_states[OWN_GENERATORS] = randomness.pack(randomness.capture(roots))
         _sent_states[COUNTED_PASSES] = b""
-        _watches[:] = [Watch(roots)] if self.tap.carry_every == 1 else []
+        _watches[:] = [Watch(roots)] if self.tap.carries else []
 
 
 def _packed_pass_numbers() -> bytes:
