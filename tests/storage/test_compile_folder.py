@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import queue
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tests.limits import HANG_S
 from trainckpt.attempt.launch import redact_environment
 from trainckpt.storage import compile_folder
 from trainckpt.storage.compile_folder import cpu_facts, folder_in_use, is_ours, variables
@@ -73,17 +76,57 @@ def test_a_file_system_without_programs_is_not_used(environment, monkeypatch):
         variables("shared", environment)
 
 
-def test_a_folder_that_is_no_longer_launched_is_removed(environment):
-    def folder_of(name):
-        return Path(variables(name, environment)["TORCHINDUCTOR_CACHE_DIR"]).parent
+def age(path, seconds):
+    now_s = time.time()
+    os.utime(path, (now_s, now_s - seconds))
 
-    idle, used, shared = map(folder_of, ("idle", "used", "shared"))
+
+def folder_of(name, environment):
+    return Path(variables(name, environment)["TORCHINDUCTOR_CACHE_DIR"]).parent
+
+
+def test_a_folder_that_is_no_longer_launched_is_removed(environment):
+    names = ("0" * 16, "1" * 16, "shared")
+    idle, used, shared = (folder_of(name, environment) for name in names)
     for folder in (idle, used, shared):
         (folder / "inductor").mkdir()
-        long_ago = folder.stat().st_mtime - compile_folder.MOST_IDLE_S
-        os.utime(folder, (long_ago, long_ago - (60 if folder != used else -60)))
-    assert folder_of("shared") == shared
+        age(folder, compile_folder.MOST_IDLE_S + (60 if folder != used else -60))
+    assert folder_of("shared", environment) == shared
     assert [folder.exists() for folder in (idle, used, shared)] == [False, True, True]
+
+
+@pytest.mark.parametrize("name", ["gcc-build/shared", f"{'0' * 32}/sources", f"{'0' * 32}x/shared"])
+def test_another_name_than_ours_is_never_removed(environment, name):
+    shared = folder_of("shared", environment)
+    mine = shared.parent.parent / name
+    mine.mkdir(parents=True)
+    age(mine, 2 * compile_folder.MOST_IDLE_S)
+    variables("shared", environment)
+    assert mine.exists()
+
+
+def test_remains_of_a_killed_writer_are_removed_after_a_day(environment):
+    shared = folder_of("shared", environment)
+    file, folder, new = (shared.parent / f".tmp-{name}" for name in ("file", "folder", "new"))
+    (folder / "inductor").mkdir(parents=True)
+    for path in (file, new):
+        path.write_bytes(b"half an archive")
+    for path in (file, folder):
+        age(path, compile_folder.MOST_TEMPORARY_S + 60)
+    variables("shared", environment)
+    assert sorted(shared.parent.iterdir()) == [new, shared]
+
+
+def test_a_launch_renews_its_folder_at_its_start_and_each_day(environment, monkeypatch):
+    environment |= variables("shared", environment)
+    folder, renewed = folder_in_use(environment), queue.SimpleQueue()
+    age(folder, 2 * compile_folder.MOST_IDLE_S)
+    with compile_folder.in_use(environment):
+        assert time.time() - folder.stat().st_mtime < compile_folder.MOST_IDLE_S
+    monkeypatch.setattr(compile_folder, "DAY_S", 0.001)
+    monkeypatch.setattr(compile_folder.os, "utime", renewed.put)
+    with compile_folder.in_use(environment):
+        assert {renewed.get(timeout=HANG_S) for _ in range(3)} == {folder}
 
 
 def test_another_processor_or_instruction_is_another_toolchain():

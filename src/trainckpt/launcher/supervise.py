@@ -267,6 +267,7 @@ def _launch(
         if named is not None:
             variables[supervisor_record.NAME_VARIABLE] = named.url
         with (
+            compile_folder.in_use(variables),
             beside(start.run, variables, variables.get(AT_VARIABLE)),
             outputs(start.dumpable, Path(folder), start.output) as logs,
         ):

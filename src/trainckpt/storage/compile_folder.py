@@ -22,25 +22,33 @@ import errno
 import hashlib
 import os
 import platform
+import re
 import shutil
+import threading
 import time
 from importlib import metadata
 from pathlib import Path
+from stat import S_ISDIR
 from typing import TYPE_CHECKING
 
 from trainckpt.format import json_io
 from trainckpt.storage.private_files import must_be_private
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 INDUCTOR_VARIABLE, TRITON_VARIABLE = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 ROOT_VARIABLE = "TRAINCKPT_CACHE"
 SHARED = "shared"
 _INDUCTOR, _TRITON = "inductor", "triton"
 _COMPILE = "compile"
-MOST_IDLE_S = 60 * 24 * 3600.0  # since the last launch
+DAY_S = 24 * 3600.0
+MOST_IDLE_S = 60 * DAY_S  # since the last launch
+TEMPORARY = ".tmp-"  # prefix of what a fetch or a copy is writing, in the folder of a toolchain
+MOST_TEMPORARY_S = DAY_S
 _NUM_HEX = 32
+_TOOLCHAIN = re.compile(rf"[0-9a-f]{{{_NUM_HEX}}}")
+_COMMAND = re.compile(rf"{SHARED}|[0-9a-f]{{16}}")  # see `attempt.launch.command_hash`
 _FIRST_CPU = 1 << 14  # bytes with the first of many processors
 _PACKAGES = ("torch", "triton", "pytorch-triton")
 # Lines of /proc/cpuinfo with the processor's model and instructions, on x86 and ARM.
@@ -78,16 +86,49 @@ def variables(folder: str, environment: Mapping[str, str]) -> dict[str, str]:
         place = place / name
         must_be_private(place)
     os.utime(place)
-    _remove_idle(cache_root(environment) / _COMPILE, time.time() - MOST_IDLE_S)
+    _remove_idle(cache_root(environment) / _COMPILE, time.time())
     return {INDUCTOR_VARIABLE: str(place / _INDUCTOR), TRITON_VARIABLE: str(place / _TRITON)}
 
 
-def _remove_idle(folder: Path, since_s: float) -> None:
-    """Remove folders of commands that were last launched before a time."""
+@contextlib.contextmanager
+def in_use(environment: Mapping[str, str]) -> Iterator[None]:
+    """Renew the time of a launch's folder, now and each day of the block, so that it stays."""
+    folder, ended = folder_in_use(environment), threading.Event()
+
+    def renew_daily(folder: Path) -> None:
+        while not ended.wait(DAY_S):
+            _renew(folder)
+
+    if folder is not None:
+        _renew(folder)
+        name = "trainckpt-compile-folder"
+        threading.Thread(target=renew_daily, args=(folder,), name=name, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def _renew(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        os.utime(folder)
+
+
+def _remove_idle(folder: Path, now_s: float) -> None:
+    """Remove folders of commands without a launch for long, and remains of dead writers."""
     for place in folder.glob("*/*"):
+        if not _TOOLCHAIN.fullmatch(place.parent.name):
+            continue
+        limit_s = MOST_IDLE_S if _COMMAND.fullmatch(place.name) else None
+        limit_s = MOST_TEMPORARY_S if place.name.startswith(TEMPORARY) else limit_s
         with contextlib.suppress(OSError):
-            if place.lstat().st_mtime < since_s:
+            status = place.lstat()
+            if limit_s is None or status.st_mtime >= now_s - limit_s:
+                continue
+            if S_ISDIR(status.st_mode):
                 shutil.rmtree(place)
+            else:
+                place.unlink()
 
 
 def cache_root(environment: Mapping[str, str]) -> Path:
