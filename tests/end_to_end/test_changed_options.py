@@ -223,6 +223,27 @@ def test_a_second_attempt_with_the_same_objects_names_what_the_script_has_change
     ]
 
 
+def test_a_rate_moved_by_hand_is_compared_also_after_a_step_before_the_checkpointer(
+    tmp_path, caplog
+):
+    def train(steps, lr, **options):
+        training = Training(lr=lr)
+        training.model(torch.ones(1, 2)).sum().backward()
+        training.optimizer.step()
+        del training.schedule
+        with Checkpointer(tmp_path, **vars(training), **options) as ckpt:
+            rate = training.optimizer.param_groups[0]["lr"]
+            while ckpt.cursor.step < steps:
+                ckpt.boundary()
+                training.optimizer.step()
+                training.optimizer.param_groups[0]["lr"] *= 0.5
+        return rate
+
+    train(2, 0.1)
+    train(4, 0.4, changed="learning rate: script")
+    assert rows(caplog) == ["learning rate optimizer lr 0.1 0.4 script"]
+
+
 def test_dropout_is_the_scripts_unless_the_snapshot_is_chosen(tmp_path, caplog):
     Training(p=0.1).run(tmp_path, 2)
     _, ckpt = Training(p=0.3).run(tmp_path, 4)

@@ -21,7 +21,7 @@ from torch.utils.data import IterDataPipe, MapDataPipe
 from trainckpt.data import randomness
 from trainckpt.data.iterable import are_equal
 from trainckpt.data.pass_history import fingerprint
-from trainckpt.data.state_dict_methods import has_usable_state
+from trainckpt.data.state_dict_methods import has_usable_state, is_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -64,12 +64,14 @@ def capture(roots: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restore(roots: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Load the result of `capture` where it is not the present state.
+    """Load the result of `capture`.
 
-    A dataset of Hugging Face draws otherwise in workers once any state was loaded into it.
+    A dataset of Hugging Face draws otherwise in workers once any state was loaded into it. So it
+    keeps a state that it has already.
     """
     for name, root in _stateful(roots):
-        if name in saved and not are_equal(root.state_dict(), saved[name]):
+        is_there = is_of(root, "datasets") and are_equal(root.state_dict(), saved.get(name))
+        if name in saved and not is_there:
             root.load_state_dict(copy.deepcopy(saved[name]))
 
 

@@ -17,10 +17,12 @@ pipeline may count its passes there (webdataset's detshuffle), and seed its orde
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.utils.data import IterableDataset
 
+from trainckpt.data.randomness import OBJECTS
 from trainckpt.data.restored_numbers import attributes_inside
 from trainckpt.data.state_dict_methods import has_state, is_of
 from trainckpt.errors import ConfigurationError
@@ -38,15 +40,21 @@ def refuse_lost_buffers(loader: Any, name: str) -> None:
     Raises:
         ConfigurationError: As said.
     """
-    if not any(type(stage).__name__ == _BUFFER for stage in _stages(loader)):
+    if not any(map(_is_buffer, _stages(loader))):
         return
     kind = type(loader).__qualname__
     raise ConfigurationError(
         f"{name}: the state of {kind} lacks the shuffle buffer of the dataset inside it, so a "
         "resume would leave out the samples in the buffer",
         hint=f"use torch.utils.data.DataLoader in place of {kind}: a resume then fills the buffer "
-        "again. Or shuffle the shards only, with buffer_size=1",
+        "again. Or shuffle the shards only, with buffer_size=1 and max_buffer_input_shards=1",
     )
+
+
+def _is_buffer(stage: Any) -> bool:
+    """Return True for a shuffle buffer of datasets with more than one sample."""
+    is_one = type(stage).__name__ == _BUFFER and is_of(stage, "datasets")
+    return is_one and getattr(stage, "buffer_size", 0) != 1
 
 
 def refuse_unrepeatable(dataset: Any, name: str) -> None:
@@ -63,7 +71,8 @@ def refuse_unrepeatable(dataset: Any, name: str) -> None:
                 hint="write .shuffle(1000, seed=0), or, for another order in each epoch, "
                 ".compose(webdataset.detshuffle(1000, seed=0))",
             )
-        if type(stage).__name__ == "ResampledShards" and not stage.deterministic:
+        is_resampled = type(stage).__name__ == "ResampledShards" and is_of(stage, "webdataset")
+        if is_resampled and not stage.deterministic:
             raise ConfigurationError(
                 f"{name}: the shards of this {type(dataset).__qualname__} are resampled by a seed "
                 "from the time: no resume could repeat their order",
@@ -93,12 +102,14 @@ def _stages(holder: Any) -> Iterator[Any]:
         yield value
         names = getattr(value, "__dict__", None) or {}
         inner = [names.get(key) for key in _INNER]
-        inner += [one for part in inner if isinstance(part, (list, tuple)) for one in part]
+        inner += [
+            one for part in inner if isinstance(part, (list, tuple)) for one in part[:OBJECTS]
+        ]
         is_own = depth and has_state(value) and not _is_of_library(value)
-        if (
-            depth < _DEEPEST and not is_own
-        ):  # a script's own state may hold more than what is inside
-            queue += [(one, depth + 1) for one in inner if hasattr(one, "__dict__")]
+        # a script's own state may hold more than what is inside
+        if depth < _DEEPEST and not is_own:
+            stages = (one for one in inner if hasattr(one, "__dict__"))
+            queue += [(one, depth + 1) for one in islice(stages, OBJECTS - len(queue))]
 
 
 def _is_of_library(value: Any) -> bool:
@@ -115,19 +126,26 @@ _INNER = (
 # ---- the numbers of passes
 
 
-# its path, and the namespace and the name there
-PassNumber: TypeAlias = tuple[str, dict[Any, Any], Any]
+# its path, the namespace and the name there, and the value if the name is of the class alone
+PassNumber: TypeAlias = tuple[str, dict[Any, Any], Any, int]
 
 
 def pass_numbers(dataset: Any) -> dict[str, int]:
     """Return path -> value of the integers named `epoch` inside a stream without a state."""
-    return {path: names[key] for path, names, key in find_pass_numbers(dataset)}
+    return values_of(find_pass_numbers(dataset))
+
+
+def values_of(numbers: list[PassNumber]) -> dict[str, int]:
+    """Return path -> present value, of those that are integers still."""
+    values = {path: names.get(key, default) for path, names, key, default in numbers}
+    return {path: value for path, value in values.items() if type(value) is int}
 
 
 def restore_pass_numbers(dataset: Any, saved: Mapping[str, int]) -> None:
     """Set the result of `pass_numbers`."""
-    for path, names, key in find_pass_numbers(dataset) if saved else ():
-        names[key] = saved.get(path, names[key])
+    for path, names, key, _ in find_pass_numbers(dataset) if saved else ():
+        if path in saved:
+            names[key] = saved[path]
 
 
 def find_pass_numbers(dataset: Any) -> list[PassNumber]:
@@ -135,12 +153,12 @@ def find_pass_numbers(dataset: Any) -> list[PassNumber]:
     if not isinstance(dataset, IterableDataset) or has_state(dataset):  # which holds them
         return []
     return [
-        (path, names, key)
+        (path, names, key, value)
         for path, names, key, value in attributes_inside({"dataset": dataset})
-        if is_pass_number(path) and type(value) is int and names.get(key) is value
+        if is_pass_number(path, type(value)) and names.get(key, value) is value
     ]
 
 
-def is_pass_number(path: str) -> bool:
-    """Return True for the path of a number that `pass_numbers` returns."""
-    return path.startswith("dataset") and path.endswith(".epoch")
+def is_pass_number(path: str, kind: type | None) -> bool:
+    """Return True for path and type of a number that `pass_numbers` returns."""
+    return path.startswith("dataset") and path.endswith(".epoch") and kind is int

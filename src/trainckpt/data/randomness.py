@@ -320,9 +320,15 @@ def walk(
 
 def _is_stage(value: Any) -> bool:
     """Return True for a node of torchdata: a pipeline has one inside the other, all as near."""
+    kind: Any = type(value)
+    return _is_node(kind)
+
+
+@functools.cache
+def _is_node(kind: Any) -> bool:
     return any(
-        kind.__name__ == "BaseNode" and kind.__module__.startswith("torchdata.")
-        for kind in type(value).__mro__
+        base.__name__ == "BaseNode" and base.__module__.startswith("torchdata.")
+        for base in kind.__mro__
     )
 
 

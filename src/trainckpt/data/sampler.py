@@ -138,21 +138,23 @@ def inputs(loader: Any) -> dict[str, Any]:
     """
     samplers = {name: one for name, one in samplers_of(loader) if not has_state(one)}
     found = carried_state.plain_attributes(samplers)
-    return {path: value for path, value in found.items() if not _is_captured(path)}
+    return {path: value for path, value in found.items() if not _is_captured(path, None)}
 
 
-def changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return the attributes that differ, except those in `capture`."""
+def changed(before: dict[str, tuple[type, Any]], after: dict[str, tuple[type, Any]]) -> list[str]:
+    """Return the attributes that differ, except those restored; path -> type and digest."""
     return sorted(
         path
         for path, value in after.items()
-        if before.get(path, value) != value and not _is_captured(path)
+        if before.get(path, value) != value and not _is_captured(path, value[0])
     )
 
 
-def _is_captured(path: str) -> bool:
+def _is_captured(path: str, kind: type | None) -> bool:
     root, _, attribute = path.partition(".")
-    return is_pass_number(path) if root.startswith("dataset") else attribute in _INTEGERS
+    if root.startswith("dataset"):
+        return is_pass_number(path, kind)
+    return attribute in _INTEGERS
 
 
 def _is_known(kind: type[Any]) -> bool:

@@ -421,10 +421,11 @@ class LoaderSource:
                     hint="resume with the dataset of the saved run",
                 ) from None
         saved_workers, current_workers = saved["workers"], self.progress.workers
-        moved = [
+        moved = [  # older releases saved fewer states of each
             worker
-            for worker in current_workers
-            if current_workers[worker] != saved_workers.get(worker)
+            for worker, states in current_workers.items()
+            if worker not in saved_workers
+            or any(states.get(name) != state for name, state in saved_workers[worker].items())
         ]
         if saved.get("passed") != self.progress.batches_digest or (
             moved and self._loader.num_workers

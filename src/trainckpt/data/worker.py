@@ -286,5 +286,5 @@ class WorkerStart:
 
 def _packed_pass_numbers() -> bytes:
     """Return the numbers of this worker's passes; empty without any."""
-    numbers = {path: names[key] for path, names, key in _pass_numbers}
+    numbers = known_streams.values_of(_pass_numbers)
     return json.dumps(numbers).encode() if numbers else b""

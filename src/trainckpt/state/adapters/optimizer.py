@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 
@@ -43,6 +44,7 @@ _KINDS = {
 _PLAIN_PACKAGES = ("torch.optim.", "accelerate.")
 # Their state_dict has one number more, saved here: module -> (attribute, the number's name in it).
 _NUMBERS = {"torch.distributed.optim.post_localSGD_optimizer": ("averager", "step")}
+_TRAINED: WeakSet[torch.optim.Optimizer] = WeakSet()  # captured with state in this process
 
 
 class OptimizerState:
@@ -65,7 +67,7 @@ class OptimizerState:
         self.added = 0
         self.undone: list[str] = []
         self._made = [_made(group) for group in optimizer.param_groups]
-        self._has_stepped = bool(optimizer.state)
+        self._was_trained = optimizer in _TRAINED  # by an earlier attempt of this process
         self._put: dict[tuple[int, Any], torch.Tensor] = {}  # by the last `apply`
         self._known = KnownTensors()
 
@@ -104,6 +106,8 @@ class OptimizerState:
 
     def capture(self, out: Captured, names: Mapping[int, str]) -> None:
         """Add groups and per-parameter state; `names` maps id(parameter) to its full name."""
+        if self.optimizer.state:
+            _TRAINED.add(self.optimizer)
         known, group = self._names(names), self.name
         out.apart[group] = 1
         kind = type(self.optimizer).__qualname__  # only ever compared
@@ -248,7 +252,7 @@ class OptimizerState:
         as the momentum of a cycle: the snapshot has them moved as well.
         """
         changed = _changed(self._made_then(saved), self._made)
-        if not self._has_stepped:
+        if not self._was_trained:
             return changed
         groups = saved.values[self.name]["groups"]
         moved = [_made(saved.decode(group["options"])) for group in groups]
