@@ -68,6 +68,8 @@ from trainckpt.storage.local import LocalTier
 from trainckpt.storage.shared_memory import reclaim
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from trainckpt.attempt.git_commit import GitCommit
     from trainckpt.attempt.options import DataWorld, Options
     from trainckpt.attempt.progress_counter import ProgressCounter
@@ -223,7 +225,7 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
     """Build the attempt's objects, in the order of their dependencies, and apply the snapshot."""
     options, registry, manifest = context.options, context.registry, beginning.manifest
     hosts = beginning.record.facts["hosts"]
-    environment = _fingerprint(context)
+    environment, reaches = _describe_ranks(context)
     record_writer = RecordWriter(context.tier, beginning.record, writes=context.world.rank == 0)
     initial = _record_beginning(context, beginning, record_writer)
     defaults = ManifestDefaults(
@@ -291,7 +293,7 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
     if manifest is not None:
         saver.replication.begin_from([context.tier, *context.slower.tiers], manifest)
     saver.uploads.start()
-    _keep_compile_cache(context, beginning, shutdown)
+    _keep_compile_cache(context, beginning, shutdown, reaches)
     weight_check = _build_weight_check(context, beginning, record_writer, report)
     return Attempt(
         beginning=beginning,
@@ -306,15 +308,17 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
     )
 
 
-def _keep_compile_cache(context: RankContext, beginning: ResumePoint, shutdown: Shutdown) -> None:
+def _keep_compile_cache(
+    context: RankContext, beginning: ResumePoint, shutdown: Shutdown, reaches: Sequence[str]
+) -> None:
     """Fetch the command's compile caches where the options say so, and upload them beside training.
 
-    Collective. Before the first batch, since that compiles.
+    `reaches`: the option of each rank. Collective. Before the first batch, since that compiles.
     """
     tiers: list[Tier] = [context.tier, *context.slower.tiers]
     tiers.sort(key=lambda tier: tier.name != context.slower.durable)
     hosts, begun_step = beginning.record.facts["hosts"], context.position.step
-    folder = compile_cache.set_up(context.options, context.channel, hosts, tiers)
+    folder = compile_cache.set_up(reaches, context.channel, hosts, tiers)
     if folder is not None:
         compile_cache.CompileCacheUpload(
             tiers[0],
@@ -393,12 +397,16 @@ def _build_weight_check(
     )
 
 
-def _fingerprint(context: RankContext) -> dict[str, Any]:
-    """Return the fingerprint of all ranks' software and devices. Collective."""
+def _describe_ranks(context: RankContext) -> tuple[dict[str, Any], list[str]]:
+    """Return the fingerprint of all ranks' software and devices, and the option `compile_cache` of
+    each rank. Collective: one round for both."""
     devices = context.registry.devices()
     own = fingerprint.describe(fingerprint.training_devices(devices))
-    everyone = context.channel.gather("devices", own, RANKS_TIMEOUT_S)
-    return take_fingerprint(context.world.size, devices, everyone)
+    mine = [own, context.options.compile_cache]
+    everyone = context.channel.gather("devices", mine, RANKS_TIMEOUT_S)
+    texts = [text for text, _ in everyone]
+    reaches = [reach for _, reach in everyone]
+    return take_fingerprint(context.world.size, devices, texts), reaches
 
 
 def _record_beginning(

@@ -282,6 +282,15 @@ def cannot_be_stored_on_one(rank, place):
     return "nothing"
 
 
+def train_with_compile_cache(rank, place, world, until, reaches):
+    """Steps up to `until` with this rank's `compile_cache`; what each rank warns of it."""
+    said = logging.handlers.QueueHandler(queue.SimpleQueue())
+    logging.getLogger("trainckpt").addHandler(said)
+    train(rank, place, world, until, compile_cache=reaches[rank])
+    messages = [said.queue.get().getMessage() for _ in range(said.queue.qsize())]
+    return [message for message in messages if "compile_cache" in message]
+
+
 def frozen_on_one(rank, place, until, every):
     """Steps up to `until`; in a resumed run, rank 1 freezes a parameter. What each rank logs."""
     said = logging.handlers.QueueHandler(queue.SimpleQueue())

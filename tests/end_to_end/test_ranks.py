@@ -99,6 +99,15 @@ def test_ranks_of_different_choices_are_all_refused(finished, tmp_path):
     assert results == [("ConfigurationError", 78, told)] * 2
 
 
+@pytest.mark.parametrize("reaches", [["tiers", "host"], ["host", "tiers"]])
+def test_ranks_with_different_compile_cache_train_and_copy_nothing(tmp_path, reaches):
+    place = tmp_path / "run"
+    (warning,), silent = run_ranks(ranks.train_with_compile_cache, 2, str(place), 2, 1, reaches)
+    assert f'"{reaches[0]}" on rank 0, "{reaches[1]}" on rank 1: nothing is copied' in warning
+    assert silent == []
+    assert not (place / "compile-cache").exists()
+
+
 def test_ranks_of_one_host_bring_each_file_into_its_memory_once_for_all(finished, tmp_path):
     _, straight = finished
     place = str(tmp_path / "run")

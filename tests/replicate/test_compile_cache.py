@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -13,6 +16,7 @@ from tests.limits import HANG_S
 from tests.s3_servers import BUCKET
 from trainckpt import ConfigurationError, TierUnavailable
 from trainckpt.attempt.options import read_options
+from trainckpt.ranks.store import RANKS_TIMEOUT_S
 from trainckpt.ranks.world import World
 from trainckpt.replicate import compile_cache
 from trainckpt.replicate.compile_cache import fetch, prune, read_entry, set_up, upload
@@ -152,6 +156,43 @@ def test_the_newest_toolchains_stay(tier, host):
     assert len(tier.list("compile-cache")) == 2 * len(entries)
 
 
+DIES = """
+import os, sys
+from pathlib import Path
+from trainckpt.replicate.compile_cache import upload
+from trainckpt.storage.folder_archive import list_files
+from trainckpt.storage.local import Disk, LocalTier
+
+class DiesAfterAWrite(Disk):
+    def write(self, path, descriptor, block, first_byte):
+        super().write(path, descriptor, block, first_byte)
+        os._exit(7)
+
+folder = Path(sys.argv[2])
+upload(LocalTier(sys.argv[1], DiesAfterAWrite()), folder, list_files(folder))
+"""
+
+
+def test_an_upload_that_a_kill_cuts_leaves_nothing_on_the_host_and_is_written_again(tier, host):
+    first = compiled(host("first"), os.urandom(9 << 20))  # two blocks
+    command = [sys.executable, "-c", DIES, str(tier.root), str(first)]
+    assert subprocess.run(command, check=False, timeout=HANG_S).returncode == 7
+    assert [path.name for path in first.parent.iterdir()] == ["command"]
+    entry = put(tier, first)
+    names = sorted(path.name for path in (tier.root / "compile-cache").iterdir())
+    assert names == sorted([f"{TOOLCHAIN}.json", f"{entry.sha256}.tar.gz"])
+    assert fetch([tier], second := host("second"))
+    assert code_of(second) == code_of(first)
+
+
+def test_an_archive_that_no_entry_names_is_not_trusted_for_its_length(tier, host):
+    entry = put(tier, first := compiled(host("first")))
+    (tier.root / entry.key).write_bytes(bytes(entry.num_bytes))
+    tier.remove(f"compile-cache/{TOOLCHAIN}.json")
+    put(tier, first)
+    assert fetch([tier], host("second"))
+
+
 def test_a_full_tier_leaves_the_older_copy_in_place(tier, host):
     class FullDisk(Disk):
         def write(self, path, descriptor, block, first_byte):
@@ -166,6 +207,40 @@ def test_a_full_tier_leaves_the_older_copy_in_place(tier, host):
     assert fetch([tier], second := host("second"))
     assert code_of(second) == b"code"
     assert [path.name for path in first.parent.iterdir()] == ["command"]
+
+
+class HangingTier(LocalTier):
+    """A tier that answers for its entry, and for an archive only once it is released."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.asked, self.released = threading.Event(), threading.Event()
+
+    def read_into(self, key, first_byte, into):
+        self.asked.set()
+        assert self.released.wait(HANG_S)
+        super().read_into(key, first_byte, into)
+
+
+def test_a_hanging_tier_lets_the_start_go_on_and_puts_nothing_in_place_later(tier, host, caplog):
+    put(tier, compiled(host("first")))
+    hanging, second = HangingTier(tier.root), host("second")
+    before = set(threading.enumerate())
+    assert not fetch([hanging], second, within_s=0.1)
+    assert "no copy was fetched within 0.1 s" in caplog.text
+    (second / "inductor").mkdir()  # the start compiles
+    assert hanging.asked.wait(HANG_S)
+    late = set(threading.enumerate()) - before
+    hanging.released.set()
+    for thread in late:
+        thread.join(HANG_S)
+    assert "it came after the start had gone on" in caplog.text
+    assert sorted(path.name for path in second.parent.iterdir()) == ["command"]
+    assert list(second.iterdir()) == [second / "inductor"]
+
+
+def test_all_fetches_together_end_long_before_the_other_ranks_give_up():
+    assert compile_cache.FETCH_WITHIN_S < RANKS_TIMEOUT_S / 4
 
 
 class Ranks:
@@ -184,8 +259,7 @@ def test_one_rank_of_a_host_fetches_and_all_wait_for_it(tier, host, monkeypatch,
     second, channel = host("cache/compile"), Ranks(rank)
     monkeypatch.setenv("TRAINCKPT_CACHE", str(second.parent.parent.parent))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(second / "inductor"))
-    options = read_options({"compile_cache": "tiers"}, {})
-    uploaded = set_up(options, channel, ["host", "host"], [tier])
+    uploaded = set_up(["tiers", "tiers"], channel, ["host", "host"], [tier])
     assert uploaded == (second if rank == 0 else None)
     assert bool(list_files(second)) == (rank == 0)
     assert channel.exchanged == ["compile cache"]
@@ -200,17 +274,28 @@ def test_processes_without_a_folder_of_their_own_are_warned(
         folder = str(tmp_path / "cache" / "compile" / TOOLCHAIN / "shared" / "inductor")
     if folder is not None:
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
-    options = read_options({"compile_cache": "tiers"}, {})
     with caplog.at_level(logging.WARNING):
-        assert set_up(options, Ranks(0), ["host", "host"], [tier]) is None
+        assert set_up(["tiers", "tiers"], Ranks(0), ["host", "host"], [tier]) is None
     assert "trainckpt run --compile-cache tiers" in caplog.text
 
 
-def test_without_the_option_nothing_is_exchanged_or_fetched(tier, host):
+def test_without_the_option_nothing_is_exchanged_or_fetched(tier, host, caplog):
     put(tier, compiled(host("first")))
     channel = Ranks(0)
-    assert set_up(read_options({}, {}), channel, ["host", "host"], [tier]) is None
+    assert set_up(["host", "host"], channel, ["host", "host"], [tier]) is None
     assert channel.exchanged == []
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("reaches", [["tiers", "host"], ["host", "tiers"]])
+def test_ranks_with_different_options_are_warned_and_wait_for_nothing(tier, caplog, reaches):
+    for rank, warnings in enumerate((1, 0)):
+        channel = Ranks(rank)
+        caplog.clear()
+        assert set_up(reaches, channel, ["host", "host"], [tier]) is None
+        assert channel.exchanged == []
+        assert len(caplog.records) == warnings
+        assert warnings == 0 or f'"{reaches[1]}" on rank 1: nothing is copied' in caplog.text
 
 
 def test_caches_made_after_the_start_are_copied_once_they_no_longer_change(tier, host, monkeypatch):

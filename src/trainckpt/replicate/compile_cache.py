@@ -1,13 +1,15 @@
 """Copy a command's compile caches through the tiers: the option `compile_cache="tiers"`.
 
-    fetch    at a start, before anything is compiled: the first rank of each host that has none
+    fetch    at a start, before anything is compiled: the first rank of each host that has none.
+             On a thread; after `FETCH_WITHIN_S` the start goes on without the caches
     upload   rank 0, on a thread of its own: once training has made steps and compiled nothing for
              a while, and again after each later compilation
 
     compile-cache/<sha256>.tar.gz   the archive
     compile-cache/<toolchain>.json  the digest of the newest archive for one toolchain, sealed
 
-The file of a toolchain is replaced once its archive is whole. The digest finds damage, and an
+The file of a toolchain is replaced once its archive is whole, so an archive that it does not name
+may be cut, and is written again. The digest finds damage, and an
 archive that was exchanged alone; it is no signature. Whoever may write to the tier may run code on
 the hosts of the run: hence an option. No snapshot waits for an upload, and no stop does.
 """
@@ -17,12 +19,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
+import tempfile
 import threading
 import time
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 from trainckpt.attempt.log import logger
 from trainckpt.attempt.options import THROUGH_TIERS
@@ -31,7 +33,7 @@ from trainckpt.format import json_io
 from trainckpt.ranks.store import RANKS_TIMEOUT_S
 from trainckpt.storage.compile_folder import SHARED, folder_in_use
 from trainckpt.storage.folder_archive import MAX_BYTES, Packed, list_files, pack, unpack
-from trainckpt.storage.worker_pool import answer_within
+from trainckpt.storage.worker_pool import answer_within, aside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +48,7 @@ KEYS = "compile-cache"
 MOST_TOOLCHAINS = 4  # kept in a tier, the newest
 LOOK_S, LOOK_AGAIN_S = 10.0, 60.0  # while the folder changes, and after a copy
 FIRST_STEPS = 2  # of an attempt, before its caches are worth a copy
+FETCH_WITHIN_S = 120.0  # of all tiers together; the other ranks wait for RANKS_TIMEOUT_S
 ENTRY_BYTES = 4096
 NICE = 10
 _BLOCK = 8 << 20
@@ -54,6 +57,10 @@ NOT_OWN = (
     'compile_cache="tiers": nothing is copied, since these processes have no folder of their own '
     "for compile caches; launch with `trainckpt run --compile-cache tiers`, and without "
     "TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR"
+)
+NOT_ALIKE = (
+    'compile_cache="%s" on rank 0, "%s" on rank %d: nothing is copied; pass the same compile_cache= '
+    "(or TRAINCKPT_COMPILE_CACHE) on every rank"
 )
 
 
@@ -89,12 +96,12 @@ def check(options: Options) -> None:
 
 
 def set_up(
-    options: Options, channel: RankStore, hosts: Sequence[str], tiers: Sequence[Tier]
+    reaches: Sequence[str], channel: RankStore, hosts: Sequence[str], tiers: Sequence[Tier]
 ) -> Path | None:
     """Fetch this command's caches where a host has none. Every rank calls it.
 
     Args:
-        options: Options of the run, the same on all ranks.
+        reaches: The option `compile_cache` of each rank.
         channel: Store between the ranks.
         hosts: Host of each rank.
         tiers: The tier that holds the copies, and others that may.
@@ -102,9 +109,12 @@ def set_up(
     Returns:
         The folder to upload, on rank 0; None: nothing is uploaded.
     """
-    if options.compile_cache != THROUGH_TIERS:
-        return None
     rank = channel.world.rank
+    if set(reaches) != {THROUGH_TIERS}:
+        if rank == 0 and THROUGH_TIERS in reaches:
+            other = next(number for number, reach in enumerate(reaches) if reach != reaches[0])
+            logger.warning(NOT_ALIKE, reaches[0], reaches[other], other)
+        return None
     folder = folder_in_use(os.environ)
     if folder is None or folder.name == SHARED:
         folder = None
@@ -116,12 +126,55 @@ def set_up(
     return folder if rank == 0 else None
 
 
-def fetch(tiers: Sequence[Tier], folder: Path) -> bool:
+def fetch(tiers: Sequence[Tier], folder: Path, within_s: float = FETCH_WITHIN_S) -> bool:
     """Fetch the caches from the first tier with good ones, if the folder is empty.
+
+    Args:
+        tiers: In the order in which they are asked.
+        folder: The folder.
+        within_s: Seconds for all of them. Later, nothing is put in place.
 
     Returns:
         True if the caches were fetched. What is wrong with a tier is logged: the run begins cold.
     """
+    placing = _Placing()
+    ended = aside(partial(_fetch_from_first, tiers, folder, placing))
+    if (result := ended(within_s)) is not None:
+        return result()
+    placing.end()
+    logger.warning(
+        "compile cache: no copy was fetched within %g s, and the start goes on without", within_s
+    )
+    return False
+
+
+class _Placing:
+    """Puts fetched caches in place, until `end` is called. For any thread."""
+
+    def __init__(self) -> None:
+        self._lock, self._has_ended = threading.Lock(), False
+
+    def end(self) -> None:
+        """Let nothing be put in place from now on."""
+        with self._lock:
+            self._has_ended = True
+
+    def check(self) -> None:
+        """Raise `UnusableSnapshot` after the end."""
+        if self._has_ended:
+            raise UnusableSnapshot("it came after the start had gone on")
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._lock)
+            self.check()
+            stack.pop_all()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def _fetch_from_first(tiers: Sequence[Tier], folder: Path, placing: _Placing) -> bool:
     if list_files(folder):
         return False
     for tier in tiers:
@@ -130,7 +183,7 @@ def fetch(tiers: Sequence[Tier], folder: Path) -> bool:
             entry = answer_within(tier.url, partial(read_entry, tier, folder.parent.name))
             if entry is None:
                 continue
-            _fetch(tier, entry, folder)
+            _fetch(tier, entry, folder, placing)
         except (TrainckptError, OSError) as error:
             reason = getattr(error, "message", None) or str(error)
             logger.warning("compile cache: the copy in %s is not used: %s", tier.url, reason)
@@ -162,18 +215,17 @@ def read_entry(tier: Tier, toolchain: str) -> CacheEntry | None:
     return entry
 
 
-def _fetch(tier: Tier, entry: CacheEntry, folder: Path) -> None:
+def _fetch(tier: Tier, entry: CacheEntry, folder: Path, placing: _Placing) -> None:
     if tier.size(entry.key) != entry.num_bytes or entry.num_bytes > MAX_BYTES:
         raise UnusableSnapshot(f"{entry.key} is missing, or not of {entry.num_bytes} bytes")
-    with _temporary_file(folder.parent) as archive:
-        archive.touch(mode=0o600, exist_ok=False)
-        with archive.open("wb") as file:
-            for first_byte in range(0, entry.num_bytes, _BLOCK):
-                block = memoryview(bytearray(min(_BLOCK, entry.num_bytes - first_byte)))
-                tier.read_into(entry.key, first_byte, block)
-                file.write(block)
+    with _nameless_file(folder.parent) as archive:
+        for first_byte in range(0, entry.num_bytes, _BLOCK):
+            placing.check()
+            block = memoryview(bytearray(min(_BLOCK, entry.num_bytes - first_byte)))
+            tier.read_into(entry.key, first_byte, block)
+            archive.write(block)
         try:
-            unpack(archive, Packed(entry.sha256, entry.num_bytes), folder)
+            unpack(archive, Packed(entry.sha256, entry.num_bytes), folder, placing)
         except UnusableSnapshot as error:
             raise UnusableSnapshot(f"{entry.key}: {error.message}") from error
 
@@ -239,16 +291,24 @@ def upload(tier: Tier, folder: Path, listing: Listing) -> CacheEntry:
         TrainckptError, OSError: the tier or the disk refused.
     """
     toolchain = folder.parent.name
-    with _temporary_file(folder.parent) as archive:
+    with _nameless_file(folder.parent) as archive:
         packed = pack(folder, listing, archive)
         entry = CacheEntry(packed.sha256, packed.num_bytes, time.time())
-        size = tier.size(entry.key)
-        if size != entry.num_bytes:
-            blocks = _blocks(archive)
-            tier.write(entry.key, blocks, entry.num_bytes, replacing=size is not None)
+        if not _has_whole(tier, entry, toolchain):
+            tier.clear_unfinished(KEYS)
+            tier.write(entry.key, _blocks(archive), entry.num_bytes, replacing=True)
     tier.replace(f"{KEYS}/{toolchain}.json", json_io.with_digest(asdict(entry)))
     prune(tier)
     return entry
+
+
+def _has_whole(tier: Tier, entry: CacheEntry, toolchain: str) -> bool:
+    """Return True if the toolchain's file names this archive, so it was written to its end."""
+    with contextlib.suppress(UnusableSnapshot):  # a damaged file is replaced
+        stored = read_entry(tier, toolchain)
+        if stored is not None and stored.sha256 == entry.sha256:
+            return tier.size(entry.key) == entry.num_bytes
+    return False
 
 
 def prune(tier: Tier) -> None:
@@ -267,17 +327,12 @@ def prune(tier: Tier) -> None:
             tier.remove(key)
 
 
-@contextlib.contextmanager
-def _temporary_file(folder: Path) -> Iterator[Path]:
-    """Yield a free path in a folder of this host; the file is removed at the end."""
-    path = folder / f".tmp-{secrets.token_hex(8)}"
-    try:
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
+def _nameless_file(folder: Path) -> BinaryIO:
+    """Return an open private file on the folder's disk; it is gone once closed, or by a kill."""
+    return tempfile.TemporaryFile(dir=folder)
 
 
-def _blocks(path: Path) -> Iterator[memoryview]:
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            yield memoryview(block)
+def _blocks(archive: BinaryIO) -> Iterator[memoryview]:
+    archive.seek(0)
+    while block := archive.read(_BLOCK):
+        yield memoryview(block)

@@ -32,6 +32,7 @@ from stat import S_ISDIR
 from typing import TYPE_CHECKING
 
 from trainckpt.format import json_io
+from trainckpt.storage.local import TEMPORARY
 from trainckpt.storage.private_files import must_be_private
 
 if TYPE_CHECKING:
@@ -44,8 +45,7 @@ _INDUCTOR, _TRITON = "inductor", "triton"
 _COMPILE = "compile"
 DAY_S = 24 * 3600.0
 MOST_IDLE_S = 60 * DAY_S  # since the last launch
-TEMPORARY = ".tmp-"  # prefix of what a fetch or a copy is writing, in the folder of a toolchain
-MOST_TEMPORARY_S = DAY_S
+MOST_TEMPORARY_S = DAY_S  # for a fetch to unpack a folder, beside its place
 _NUM_HEX = 32
 _TOOLCHAIN = re.compile(rf"[0-9a-f]{{{_NUM_HEX}}}")
 _COMMAND = re.compile(rf"{SHARED}|[0-9a-f]{{16}}")  # see `attempt.launch.command_hash`

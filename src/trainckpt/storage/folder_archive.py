@@ -1,6 +1,6 @@
 """Pack a folder into one archive named by its SHA-256, and unpack one safely.
 
-An archive is a compressed tar with regular files only. A reader compares the digest before it reads
+An archive is a compressed tar with regular files only, in an open file of the caller's. A reader compares the digest before it reads
 anything else, and refuses links, devices, paths that leave the folder, and more than `MAX_BYTES`.
 Unpacked files are private. The folder appears whole or not at all: by a rename.
 """
@@ -17,10 +17,10 @@ import tempfile
 import zlib
 from pathlib import Path
 from stat import S_ISREG
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, cast
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
 
 from trainckpt.errors import UnusableSnapshot
-from trainckpt.storage.local import key_parts
+from trainckpt.storage.local import TEMPORARY, key_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,8 +60,8 @@ def list_files(folder: Path) -> Listing:
     return files
 
 
-def pack(folder: Path, listing: Listing, archive: Path) -> Packed:
-    """Write the listed files to a new private file, and return its digest.
+def pack(folder: Path, listing: Listing, archive: BinaryIO) -> Packed:
+    """Write the listed files to an empty file, and return its digest.
 
     Raises:
         OSError: as the system reports it; a file is missing, too.
@@ -73,30 +73,39 @@ def pack(folder: Path, listing: Listing, archive: Path) -> Packed:
             f"{folder} has {len(listing)} files of {total / 1e9:.1f} GB, more than "
             f"{MAX_FILES} of {MAX_BYTES / 1e9:.1f} GB"
         )
-    archive.touch(mode=0o600, exist_ok=False)
-    with archive.open("wb") as file:
-        hashed = _HashedFile(file)
-        with (
-            gzip.GzipFile("", "wb", _QUICK, cast("BinaryIO", hashed), mtime=0) as compressed,
-            tarfile.open(fileobj=compressed, mode="w|", format=tarfile.PAX_FORMAT) as tar,
-        ):
-            for name in sorted(listing):
-                _add(tar, folder / name, name, listing[name])
+    hashed = _HashedFile(archive)
+    with (
+        gzip.GzipFile("", "wb", _QUICK, cast("BinaryIO", hashed), mtime=0) as compressed,
+        tarfile.open(fileobj=compressed, mode="w|", format=tarfile.PAX_FORMAT) as tar,
+    ):
+        for name in sorted(listing):
+            _add(tar, folder / name, name, listing[name])
     return Packed(hashed.sha256.hexdigest(), hashed.num_bytes)
 
 
-def digest_of(archive: Path) -> Packed:
-    """Return the content address of a file."""
+def digest_of(archive: BinaryIO) -> Packed:
+    """Return the content address of a file, read from its first byte."""
     sha256, num_bytes = hashlib.sha256(), 0
-    with archive.open("rb") as file:
-        while block := file.read(_BLOCK):
-            sha256.update(block)
-            num_bytes += len(block)
+    archive.seek(0)
+    while block := archive.read(_BLOCK):
+        sha256.update(block)
+        num_bytes += len(block)
     return Packed(sha256.hexdigest(), num_bytes)
 
 
-def unpack(archive: Path, expected: Packed, folder: Path) -> None:
+def unpack(
+    archive: BinaryIO,
+    expected: Packed,
+    folder: Path,
+    placing: contextlib.AbstractContextManager[object] | None = None,
+) -> None:
     """Unpack an archive as `folder`, which is missing or has no files.
+
+    Args:
+        archive: An open file.
+        expected: Its digest.
+        folder: The folder to be.
+        placing: Entered for the rename; if it raises, nothing is put in place.
 
     Raises:
         UnusableSnapshot: it is not the archive of this digest, or holds what it must not.
@@ -104,12 +113,13 @@ def unpack(archive: Path, expected: Packed, folder: Path) -> None:
     """
     if digest_of(archive) != expected:
         raise UnusableSnapshot("its bytes are not those that were stored")
-    temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=folder.parent))  # 0700
+    temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder.parent))  # 0700
     try:
         _extract(archive, temporary)
-        for parent, _, _ in os.walk(folder, topdown=False):
-            Path(parent).rmdir()
-        temporary.rename(folder)
+        with placing or contextlib.nullcontext():
+            for parent, _, _ in os.walk(folder, topdown=False):
+                Path(parent).rmdir()
+            temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -129,9 +139,10 @@ def _add(tar: tarfile.TarFile, path: Path, name: str, expected: tuple[int, int])
         tar.addfile(member, file)
 
 
-def _extract(archive: Path, folder: Path) -> None:
+def _extract(archive: BinaryIO, folder: Path) -> None:
     if not hasattr(tarfile, "data_filter"):
         raise UnusableSnapshot("it cannot be unpacked safely: update Python to 3.10.12 or 3.11.4")
+    archive.seek(0)
     try:
         with gzip.open(archive) as plain, tarfile.open(fileobj=plain, mode="r|") as tar:
             for member in _checked(tar):
@@ -158,7 +169,7 @@ def _checked(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
 class _HashedFile:
     """A file for writing, with the digest of all that was written."""
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.sha256, self.num_bytes = hashlib.sha256(), 0
 
