@@ -59,8 +59,8 @@ NOT_OWN = (
     "TORCHINDUCTOR_CACHE_DIR and TRITON_CACHE_DIR"
 )
 NOT_ALIKE = (
-    'compile_cache="%s" on rank 0, "%s" on rank %d: nothing is copied; pass the same compile_cache= '
-    "(or TRAINCKPT_COMPILE_CACHE) on every rank"
+    'compile_cache="%s" on rank 0, "%s" on rank %d: nothing is copied; pass the same '
+    "compile_cache= (or TRAINCKPT_COMPILE_CACHE) on every rank"
 )
 
 

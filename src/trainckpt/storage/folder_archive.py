@@ -1,8 +1,9 @@
 """Pack a folder into one archive named by its SHA-256, and unpack one safely.
 
-An archive is a compressed tar with regular files only, in an open file of the caller's. A reader compares the digest before it reads
-anything else, and refuses links, devices, paths that leave the folder, and more than `MAX_BYTES`.
-Unpacked files are private. The folder appears whole or not at all: by a rename.
+An archive is a compressed tar with regular files only, in an open file of the caller's. A reader
+compares the digest before it reads anything else, and refuses links, devices, paths that leave the
+folder, and more than `MAX_BYTES`. Unpacked files are private. The folder appears whole or not at
+all: by a rename.
 """
 
 from __future__ import annotations
