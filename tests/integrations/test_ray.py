@@ -17,9 +17,10 @@ import psutil
 import pytest
 
 from tests.integrations.ray_job import EPOCHS, ITEMS
-from trainckpt.integrations.ray_report import read_pointer
+from trainckpt.integrations.ray_report import ReportedSnapshots, pointer_to, read_pointer
 
-pytest.importorskip("ray")
+Checkpoint = pytest.importorskip("ray.train").Checkpoint
+fs = pytest.importorskip("pyarrow.fs")
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
@@ -207,6 +208,16 @@ def test_two_trials_at_once_resume_apart_and_keep_what_ray_keeps(tmp_path):
         run, snapshot = read_pointer(Path(checkpoint))
         assert Path(run) == job.run(name)
         assert (Path(run) / "snapshots" / snapshot / "manifest.json").exists()
+
+
+def test_checkpoints_are_read_through_ray_s_own_file_system(tmp_path):
+    with pointer_to("run", "s1~1.1") as checkpoint:
+        shutil.copytree(checkpoint.path, tmp_path / "a")
+    (tmp_path / "own").mkdir()
+    files = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
+    good, own, gone = (Checkpoint(name, files) for name in ("a", "own", "gone"))
+    assert ReportedSnapshots("run").read([good, own]) == {"s1~1.1"}
+    assert ReportedSnapshots("run").read([good, own, gone]) is None
 
 
 def test_the_job_of_the_page_runs_as_it_stands_and_again(tmp_path):

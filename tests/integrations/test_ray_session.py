@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -110,6 +113,71 @@ def test_a_checkpoint_made_otherwise_names_none(tmp_path, text):
     with pytest.raises(ConfigurationError, match="names no snapshot") as refused:
         ray_report.read_pointer(tmp_path)
     assert "ckpt.report" in refused.value.hint
+
+
+class Files:
+    """A file system with the two methods of pyarrow's that are used; it notes what is read."""
+
+    def __init__(self):
+        self.read = []
+
+    def get_file_info(self, paths):
+        return [self._info(Path(path)) for path in paths]
+
+    def _info(self, path):
+        kind = "File" if path.is_file() else "Directory" if path.is_dir() else "NotFound"
+        return SimpleNamespace(is_file=path.is_file(), type=SimpleNamespace(name=kind))
+
+    def open_input_stream(self, path):
+        self.read.append(path)
+        return Path(path).open("rb")
+
+
+@pytest.fixture
+def report(tmp_path):
+    """Report a checkpoint with files; return it."""
+    files = Files()
+
+    def make(name, **contents):
+        (tmp_path / name).mkdir()
+        for file, text in contents.items():
+            (tmp_path / name / file.replace("_", ".")).write_text(text)
+        return SimpleNamespace(path=str(tmp_path / name), filesystem=files)
+
+    return make
+
+
+def pointer(run, snapshot):
+    return {"trainckpt_json": json.dumps({"run": run, "snapshot": snapshot})}
+
+
+def test_snapshots_named_by_checkpoints_are_read_once_and_without_other_files(report):
+    first, other, own = (
+        report("first", **pointer("run", "s1~1.1"), weights_pt="large"),
+        report("other", **pointer("another run", "s9~1.1")),
+        report("own", weights_pt="large"),
+    )
+    snapshots = ray_report.ReportedSnapshots("run")
+    assert snapshots.read([first, other, own]) == {"s1~1.1"}
+    second = report("second", **pointer("run", "s2~1.1"))
+    assert snapshots.read([first, other, own, second]) == {"s1~1.1", "s2~1.1"}
+    assert snapshots.read([second]) == {"s2~1.1"}
+    named = [Path(path).parent.name for path in first.filesystem.read]
+    assert named == ["first", "other", "second"]
+
+
+@pytest.mark.parametrize("damage", ["damaged", "deleted"])
+def test_an_unreadable_checkpoint_is_warned_of_once_and_ends_nothing(report, caplog, damage):
+    good, bad = report("good", **pointer("run", "s1~1.1")), report("bad", trainckpt_json="")
+    if damage == "deleted":
+        shutil.rmtree(bad.path)
+    snapshots = ray_report.ReportedSnapshots("run")
+    assert snapshots.read([good]) == {"s1~1.1"}
+    assert snapshots.read([good, bad]) is None
+    assert snapshots.read([good, bad]) is None
+    assert caplog.text.count("are not pruned") == 1
+    assert bad.path in caplog.text
+    assert snapshots.read([good]) == {"s1~1.1"}
 
 
 def test_outside_a_worker_the_checkpointer_is_refused():

@@ -12,12 +12,14 @@ Ray differs from other launchers in six points, and this class answers each:
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.log import logger
 from trainckpt.attempt.save_handle import SaveHandle
 from trainckpt.checkpointer import Checkpointer
-from trainckpt.errors import ConfigurationError, SaveFailed, Stopped
+from trainckpt.errors import ConfigurationError, SaveFailed, Stopped, TrainckptError
+from trainckpt.format.names import SNAPSHOTS
 from trainckpt.integrations import ray_report, ray_session
 from trainckpt.integrations.compat import check
 
@@ -77,6 +79,7 @@ class RayCheckpointer(Checkpointer):
         path = ray_session.run_at(run, kind, storage.experiment_fs_path)
         self._restarts = ray_session.Restarts(self._train.train_run_context.run_id, path)
         super().__init__(path, loader=loader, **keywords, on_stop="return")
+        self._reported = ray_report.ReportedSnapshots(self._tier.url)
 
     def resume(self, mode: str | None = None) -> Cursor:
         """Resume from the newest usable snapshot, or begin at step 0; as `trainckpt.Checkpointer`.
@@ -91,7 +94,10 @@ class RayCheckpointer(Checkpointer):
         cursor = super().resume(mode)
         if self._world.rank == 0:
             self._restarts.note(before + 1)
-            self._pin_reported()
+            if not self._pin_reported():
+                with suppress(TrainckptError):
+                    attempt = self._must_have_resumed()
+                    attempt.saver.pinned = frozenset(self._tier.list(SNAPSHOTS))
         return cursor
 
     def report(self, metrics: dict[str, Any], **options: Any) -> None:
@@ -132,9 +138,21 @@ class RayCheckpointer(Checkpointer):
             logger.warning("metrics are reported without a checkpoint: %s", error.message)
             return None
 
-    def _pin_reported(self) -> None:
-        """Keep the snapshots that Ray's checkpoints name, and no others. Rank 0."""
-        self._must_have_resumed().saver.pinned = ray_report.reported(self._tier.url)
+    def _pin_reported(self) -> bool:
+        """Keep the snapshots that Ray's checkpoints name, and no others. Rank 0.
+
+        Returns:
+            False if that is unknown: a checkpoint cannot be read. Then those kept before stay.
+        """
+        import ray.train
+        from ray.train import CheckpointConsistencyMode
+
+        reports = ray.train.get_all_reported_checkpoints(CheckpointConsistencyMode.COMMITTED)
+        named = self._reported.read(report.checkpoint for report in reports)
+        if named is None:
+            return False
+        self._must_have_resumed().saver.pinned = named
+        return True
 
     def loader(self, loader: Iterable[Any]) -> TrackedLoader:
         """Return a loader with the batches of `loader` and a boundary before each of them.
