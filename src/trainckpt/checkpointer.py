@@ -207,6 +207,7 @@ class Checkpointer:
         elif self._attempt is not None:
             self._untracked.close()
             self._attempt.shutdown.abandon(error, self._position.cursor)
+        self._end_git()
         return None
 
     def resume(self, mode: str | None = None) -> Cursor:
@@ -258,6 +259,11 @@ class Checkpointer:
             cursor = self._position.cursor
             self._requests.retry_deferred(self._attempt.saver, cursor, waits=True)
             self._attempt.shutdown.finish(cursor)
+        self._end_git()
+
+    def _end_git(self) -> None:
+        if self._context.git_commit is not None:
+            self._context.git_commit.close()
 
     # ---- loops
 

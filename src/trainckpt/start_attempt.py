@@ -218,6 +218,7 @@ def _begin(context: RankContext, mode: str) -> ResumePoint:
             on_claimed=claimed,
             reach=reach,
             given=given,
+            commit=context.git_commit,
         )
 
 

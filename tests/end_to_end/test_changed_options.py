@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, SequentialSampler, TensorDataset
 
 from tests.end_to_end.training import Crash, record
 from trainckpt import Checkpointer
+from trainckpt.attempt import git_commit
 from trainckpt.cli.main import main
 from trainckpt.errors import ConfigurationError, StateMismatch
 from trainckpt.resume import script_values
@@ -438,3 +439,44 @@ def test_a_slow_git_holds_up_no_step_and_its_commit_is_listed_once_it_is_known(
             training.optimizer.step()
     assert rows(caplog) == [f"git commit script {'1' * 10} {'2' * 10} script"]
     assert record(place, 2)["script"]["git commit"] == "2" * 40
+
+
+REFUSES = {"changed": {"git commit": "refuse"}}
+
+
+def test_a_commit_that_git_does_not_name_any_more_is_refused(tmp_path, monkeypatch):
+    git, place = tmp_path / "git", tmp_path / "run"
+    be_script(tmp_path / "train.py", monkeypatch)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    git.write_text(f"#!/bin/sh\necho {'1' * 40}")
+    git.chmod(0o700)
+    with monkeypatch.context() as patch:
+        patch.setattr(script_values, "GIT_WAIT_S", WAIT_S)
+        Training().run(place, 2)
+    git.write_text("#!/bin/sh\necho 'fatal: no repository' >&2\nexit 128")
+    with pytest.raises(StateMismatch) as refused:
+        Training().run(place, 4, **REFUSES)
+    change = f"git commit: script was {'1' * 10}, is not known: "
+    assert refused.value.differences == (f"{change}fatal: no repository",)
+    git.write_text("#!/bin/sh\nexec sleep 86400")
+    monkeypatch.setattr(git_commit, "TIMEOUT_S", 0.1)
+    with pytest.raises(StateMismatch) as refused:
+        Training().run(place, 4, **REFUSES)
+    assert refused.value.differences == (f"{change}git did not answer",)
+    Training().run(place, 4)
+
+
+def test_with_nothing_to_resume_no_start_waits_for_git_and_its_end_ends_git(tmp_path, monkeypatch):
+    git = tmp_path / "git"
+    be_script(tmp_path / "train.py", monkeypatch)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    git.write_text("#!/bin/sh\nexec sleep 86400")
+    git.chmod(0o700)
+    training = Training()
+    with Checkpointer(tmp_path / "run", **vars(training), **REFUSES) as ckpt:
+        ckpt.boundary()
+        commit = ckpt._context.git_commit
+        assert not commit.is_known_within(0)
+        training.optimizer.step()
+    assert commit.is_known_within(WAIT_S / 2)
+    assert commit.value is None

@@ -58,6 +58,7 @@ from trainckpt.storage.shared_memory import SharedMemoryDir
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from trainckpt.attempt.git_commit import GitCommit
     from trainckpt.attempt.record_writer import RecordWriter
     from trainckpt.format.cursor import Cursor
     from trainckpt.format.manifest import Manifest
@@ -155,6 +156,7 @@ def begin(
     on_claimed: Callable[[AttemptRecord], None] = lambda _: None,
     reach: TierSet | None = None,
     given: Mapping[str, Any] | None = None,
+    commit: GitCommit | None = None,
 ) -> ResumePoint:
     """Choose and read the snapshot this attempt begins from. Every rank calls it.
 
@@ -167,6 +169,7 @@ def begin(
             from then on, and all ranks are known to be there.
         reach: The slower tiers to search too.
         given: What the script gives, from `script_changes`; None: it is not compared.
+        commit: Of the script, on rank 0; waited for where another commit is refused.
 
     Raises:
         NothingToResume, NoUsableSnapshot, TierUnavailable, StateMismatch: on every rank alike.
@@ -202,6 +205,7 @@ def begin(
             beginning=beginning,
             agreed=agreed,
             opener=reach.opener,
+            commit=commit,
         )
     except BaseException as error:
         if channel.world.rank == 0:
@@ -352,6 +356,7 @@ def _try_in_order(
     beginning: ResumePoint,
     agreed: dict[str, Any],
     opener: KeyRing,
+    commit: GitCommit | None,
 ) -> ResumePoint:
     refused = dict(agreed["refused"])
     names = [SnapshotName.parse(text) for text in agreed["candidates"]]
@@ -383,6 +388,7 @@ def _try_in_order(
                     saved=read.saved,
                     name=name,
                     given=beginning.script.script,
+                    commit=commit,
                 )
                 beginning = replace(beginning, script=script)
             begun = replace(

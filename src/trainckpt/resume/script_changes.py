@@ -37,6 +37,7 @@ from trainckpt.resume.script_values import (
     mapping,
     set_dropouts,
     take_from_script,
+    with_commit,
     without_progress,
 )
 from trainckpt.snapshot import attempt_history
@@ -45,6 +46,7 @@ from trainckpt.state import values
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from trainckpt.attempt.git_commit import GitCommit
     from trainckpt.format.names import SnapshotName
     from trainckpt.ranks.store import RankStore
     from trainckpt.state.captured import Saved
@@ -80,10 +82,12 @@ def settle(
     saved: Saved,
     name: SnapshotName,
     given: Mapping[str, Any],
+    commit: GitCommit | None = None,
 ) -> ScriptChanges:
     """Compare the script with a snapshot, and let the chosen values count in `saved`.
 
-    Every rank calls it, before anything is applied.
+    Every rank calls it, before anything is applied. `commit`: rank 0's; it is waited for where
+    another one is refused.
 
     Raises:
         ConfigurationError: The ranks have made different choices; on every rank alike.
@@ -97,12 +101,15 @@ def settle(
             recorded = record.facts.get(FACT) if record is not None else {}
     recorded = channel.gather("script then", recorded, RANKS_TIMEOUT_S)[0]
     then: dict[str, Any] = recorded if isinstance(recorded, dict) else {}
+    must_be = then.get(kinds.GIT_COMMIT) if registry.choices[kinds.GIT_COMMIT] == REFUSE else None
+    if commit is not None and must_be is not None:
+        given = with_commit(given, commit)
     numbers = mapping(then, kinds.SCHEDULE), given[kinds.SCHEDULE]
     given = {**given, kinds.SCHEDULE: without_progress(registry, saved, *numbers)}
     everyone = gather_or_raise(
         channel,
         "changes",
-        lambda: [each.to_json() for each in _compare(registry, saved, then, given)],
+        lambda: [each.to_json() for each in _compare(registry, saved, then, given, commit)],
         RANKS_TIMEOUT_S,
     )
     found = tuple(dict.fromkeys(Change.from_json(each) for rank in everyone for each in rank))
@@ -170,7 +177,11 @@ def log(changes: Sequence[Change]) -> None:
 
 
 def _compare(
-    registry: Registry, saved: Saved, then: Mapping[str, Any], given: Mapping[str, Any]
+    registry: Registry,
+    saved: Saved,
+    then: Mapping[str, Any],
+    given: Mapping[str, Any],
+    commit: GitCommit | None,
 ) -> list[Change]:
     choices = registry.choices
     found = [each for one in registry.optimizers for each in one.changes(saved, choices)]
@@ -188,8 +199,15 @@ def _compare(
         gone, added = _other_arguments(old, new)
         used = choices[kinds.ARGUMENTS]
         found.append(Change(kinds.ARGUMENTS, "script", gone, added, used))
-    old, new = then.get(kinds.GIT_COMMIT), given.get(kinds.GIT_COMMIT)
-    return [*found, *commit_changes(old, new, choices[kinds.GIT_COMMIT])]
+    old, new, used = (
+        then.get(kinds.GIT_COMMIT),
+        given.get(kinds.GIT_COMMIT),
+        choices[kinds.GIT_COMMIT],
+    )
+    if commit is not None and used == REFUSE and old is not None and new is None:
+        unknown = f"not known: {commit.why_unknown}"
+        return [*found, Change(kinds.GIT_COMMIT, "script", _commit(old), unknown, used)]
+    return [*found, *commit_changes(old, new, used)]
 
 
 def commit_changes(then: Any, now: Any, used: str) -> list[Change]:

@@ -1,6 +1,7 @@
 """What the script gives, besides its optimizers' options: read at a start, put where it counts.
 
 given_by_script     before anything is restored: JSON values, for the comparison and the record
+with_commit         once a snapshot is chosen, where another commit is refused
 without_progress    once a snapshot is chosen: what training has moved is the script's no more
 take_from_script    before the snapshot is applied: the script's values replace saved ones
 set_dropouts        the reverse for dropout, which is in no `state_dict`
@@ -17,7 +18,7 @@ import torch
 from trainckpt.attempt import git_commit, launch
 from trainckpt.errors import TrainckptError
 from trainckpt.format import changes as kinds
-from trainckpt.format.changes import REFUSE, SCRIPT
+from trainckpt.format.changes import SCRIPT
 from trainckpt.state import values
 from trainckpt.state.adapters.fsdp import plain_path
 from trainckpt.state.adapters.optimizer import scaled
@@ -50,7 +51,7 @@ def given_by_script(
     Args:
         registry: The tracked state.
         options: Of the user.
-        commit: Rank 0's; left out if git has not named it yet, and its difference is not refused.
+        commit: Rank 0's; left out if git has not named it yet.
     """
     given: dict[str, Any] = {
         kinds.ACCUMULATION: options.accumulate,
@@ -59,10 +60,16 @@ def given_by_script(
     }
     if commit is not None:
         given[kinds.ARGUMENTS] = launch.script_arguments()
-        refuses = registry.choices[kinds.GIT_COMMIT] == REFUSE
-        if commit.is_known_within(git_commit.TIMEOUT_S if refuses else GIT_WAIT_S):
+        if commit.is_known_within(GIT_WAIT_S):
             given[kinds.GIT_COMMIT] = commit.value
     return given
+
+
+def with_commit(given: Mapping[str, Any], commit: GitCommit) -> dict[str, Any]:
+    """Wait for git as long as git may take, and return what the script gives with its commit."""
+    if kinds.GIT_COMMIT not in given:
+        commit.is_known_within(git_commit.TIMEOUT_S)
+    return {**given, kinds.GIT_COMMIT: commit.value}
 
 
 def mapping(facts: Mapping[str, Any], key: str) -> Mapping[str, Any]:
