@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tests.end_to_end.test_trackers import shown
 from tests.integrations import trained
 from tests.integrations.toy_lightning import Toy, fit
+from trainckpt.attempt.record_writer import RecordWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -83,6 +84,38 @@ def test_a_copied_run_gets_a_version_of_its_own(tmp_path):
     logged_fit(tmp_path / "logs", tmp_path / "other")
     assert shown(tmp_path / "logs/tb/version_0") == before
     assert names(tmp_path / "logs/tb") == {"version_0", "version_1"}
+
+
+def test_a_logger_put_before_the_others_gets_no_version_of_theirs(tmp_path):
+    (tmp_path / "logs/csv/version_0").mkdir(parents=True)
+
+    def fitted(*loggers):
+        with pytest.raises(ZeroDivisionError):
+            fit(tmp_path / "run", module=cut_off(0), logger=list(loggers))
+
+    fitted(CSVLogger(tmp_path / "logs", name="csv"))
+    csv_logger = CSVLogger(tmp_path / "logs", name="csv")
+    fitted(TensorBoardLogger(tmp_path / "logs", name="tb"), csv_logger)
+    assert csv_logger.version == 1
+    assert names(tmp_path / "logs/tb") == {"version_0"}
+
+
+def test_versions_of_an_earlier_release_are_kept(tmp_path, monkeypatch):
+    """Its record has neither classes nor the place of the run directory."""
+    real = RecordWriter.set_facts
+
+    def without_classes(writer, facts):
+        if "lightning" in facts:
+            facts = {"lightning": {"versions": [0, 0]}}
+        real(writer, facts)
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr(RecordWriter, "set_facts", without_classes)
+        with pytest.raises(ZeroDivisionError):
+            logged_fit(tmp_path / "logs", tmp_path / "run", KILLS[1])
+    logged_fit(tmp_path / "logs", tmp_path / "run")
+    assert names(tmp_path / "logs/tb") == names(tmp_path / "logs/csv") == {"version_0"}
+    assert (tmp_path / "logs/tb/version_0/checkpoints").exists()
 
 
 def names(folder):

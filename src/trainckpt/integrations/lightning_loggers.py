@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from trainckpt.checkpointer import Checkpointer
 
 FACT, VERSIONS, PLACE = "lightning", "versions", "place"  # in the record of an attempt
-_WITH_VERSIONS = ("TensorBoardLogger", "CSVLogger", "WandbLogger")  # W&B's is the run's id
+_IN_FOLDERS = ("TensorBoardLogger", "CSVLogger")
+_WITH_VERSIONS = (*_IN_FOLDERS, "WandbLogger")  # W&B's is the run's id
 
 
 def keep_versions(
@@ -33,6 +34,7 @@ def keep_versions(
 ) -> None:
     """Give the loggers the versions that they had in the newest attempt before this one.
 
+    The n-th logger of a class gets the version of the n-th of this class.
     In a copied run directory they begin anew: the versions are those of the original.
     """
     with_versions = [one for one in trainer.loggers if is_a(one, *_WITH_VERSIONS)]
@@ -43,22 +45,54 @@ def keep_versions(
         tier = open_run_tier(run)
         records = attempt_history.read_attempts(tier)
         facts = [records[number].facts.get(FACT) for number in sorted(records, reverse=True)]
-        of_this = [one for one in facts if isinstance(one, dict) and one.get(PLACE) == tier.url]
-        versions = [one[VERSIONS] for one in of_this if VERSIONS in one]
-        for one, version in zip(with_versions, versions[0] if versions else [], strict=False):
+        known = [one for one in facts if isinstance(one, dict) and VERSIONS in one]
+        of_this = [one for one in known if one.get(PLACE, tier.url) == tier.url]
+        versions = _by_class(of_this[0], with_versions) if of_this else {}
+        for one in with_versions:
+            of_class = versions.get(_class_of(one))
+            version = of_class.pop(0) if of_class else None
             if is_a(one, "WandbLogger"):
-                _keep_id(one, version)
-            else:
+                if isinstance(version, str):
+                    _keep_id(one, version)
+            elif version is not None:
                 one._version = version
 
 
+def _class_of(logger_: Any) -> str:
+    return next(name for name in _WITH_VERSIONS if is_a(logger_, name))
+
+
+def _by_class(fact: Mapping[str, Any], loggers: list[Any]) -> dict[str, list[Any]]:
+    """Return class -> versions, in the loggers' order.
+
+    Earlier releases wrote versions without classes, the first of them none of W&B and no place:
+    the loggers of the script say the classes.
+    """
+    pairs = fact[VERSIONS]
+    if not all(isinstance(pair, list) for pair in pairs):
+        names = _WITH_VERSIONS if PLACE in fact else _IN_FOLDERS
+        classes = [_class_of(one) for one in loggers if is_a(one, *names)]
+        pairs = list(zip(classes, pairs, strict=False))
+    versions: dict[str, list[Any]] = {}
+    for name, version in pairs:
+        versions.setdefault(name, []).append(version)
+    return versions
+
+
 def _keep_id(wandb_logger: Any, run_id: str) -> None:
-    """Let the logger begin anew with this id, if its run is an offline one of another id."""
+    """Let the logger begin anew with this id, if it has made an offline run of another id."""
     run = wandb_logger._experiment
-    if run is not None and run.offline and run.id != run_id:
+    if run is not None and run.offline and run.id != run_id and _has_made(wandb_logger, run):
         discard(run)
         wandb_logger._wandb_init["id"] = wandb_logger._id = run_id
         wandb_logger._experiment = None  # Lightning makes it at the next use
+
+
+def _has_made(wandb_logger: Any, run: Any) -> bool:
+    """Return False for a run of the script's: it has other settings, or rows."""
+    asked, settings = wandb_logger._wandb_init, run.settings
+    names = {"resume": settings.resume, "project": settings.project, "dir": settings.root_dir}
+    return run.step == 0 and all(asked.get(name) == is_ for name, is_ in names.items())
 
 
 def track(trainer: Any, ckpt: Checkpointer) -> None:
@@ -66,7 +100,8 @@ def track(trainer: Any, ckpt: Checkpointer) -> None:
     if not trainer.is_global_zero:
         return
     assert ckpt._attempt is not None
-    versions = [one.version for one in trainer.loggers if is_a(one, *_WITH_VERSIONS)]
+    with_versions = [one for one in trainer.loggers if is_a(one, *_WITH_VERSIONS)]
+    versions = [[_class_of(one), one.version] for one in with_versions]
     facts = {VERSIONS: versions, PLACE: ckpt._context.tier.url}
     ckpt._attempt.record_writer.set_facts({FACT: facts})
     for one in trainer.loggers:
