@@ -144,6 +144,7 @@ class Checkpointer:
             hard_exit=hard_exit,
             trainer_sources=self._trainer_sources(),
         )
+        registry.left_s = self._listener.deadline.left_s
         self._status_writer.update(
             rank=self._world.rank,
             host=self._world.host,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tests.end_to_end.test_trackers import train, with_three_kills
+from tests.end_to_end.test_trackers import killed, train, with_three_kills
 from tests.integrations import test_loggers
 from tests.integrations.toy_lightning import fit
 
@@ -101,3 +104,61 @@ def test_the_trainer_s_report_has_each_step_once_in_one_run_after_three_kills(tm
             reported(tmp_path / "run", at)
     reported(tmp_path / "run")
     assert test_loggers.untimed(shown()) == expected
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A server that answers rows once `lives` is set, and counts those it has taken."""
+    run = {"run_id": "one", "run_uuid": "one", "experiment_id": "0", "status": "RUNNING"}
+    run |= {"start_time": 1, "artifact_uri": "/none", "lifecycle_stage": "active"}
+    experiment = {"experiment_id": "0", "name": "Default", "lifecycle_stage": "active"}
+    answer = json.dumps({"run": {"info": run, "data": {}}, "experiment": experiment}).encode()
+
+    class Answers(BaseHTTPRequestHandler):
+        lives, num_taken = threading.Event(), 0
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            if "log-batch" in self.path:
+                Answers.lives.wait(60)
+                Answers.num_taken += 1
+            self.send_response(200)
+            self.send_header("content-length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        do_GET = do_POST  # noqa: N815 - a name of the server's
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as listening:
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        mlflow.set_tracking_uri(f"http://127.0.0.1:{listening.server_port}")
+        mlflow.set_experiment(experiment_id="0")
+        yield Answers
+        Answers.lives.set()
+        end_active()
+        mlflow.flush_async_logging()
+        listening.shutdown()
+
+
+def logs_asynchronously(ckpt):
+    end_active()
+    ckpt.track_run(mlflow.start_run(run_id="one"))
+    return lambda name, value, at: mlflow.log_metrics({name: value}, step=at, synchronous=False)
+
+
+def test_a_server_that_does_not_answer_holds_up_no_snapshot(tmp_path, server, caplog):
+    train(tmp_path / "run", logs_asynchronously)
+    assert server.num_taken == 0
+    assert caplog.text.count("MLflow has not taken") == 1
+
+
+@pytest.mark.parametrize("buffers", ["", "30"])
+def test_a_snapshot_waits_for_rows_of_a_server_that_answers(tmp_path, server, monkeypatch, buffers):
+    if buffers:
+        monkeypatch.setenv("MLFLOW_ASYNC_LOGGING_BUFFERING_SECONDS", buffers)
+    server.lives.set()
+    killed(tmp_path / "run", logs_asynchronously, crash_at=6)  # a snapshot was taken after 4
+    assert server.num_taken >= (1 if buffers else 4)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import suppress
 
 import pytest
+from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
 from tests.acceptance.test_tracker_kills import in_wandb, untimed
 from tests.end_to_end.test_trackers import MICRO_BATCHES, killed, train, with_three_kills
 from tests.end_to_end.training import Parts
+from tests.integrations import test_loggers
+from tests.integrations.toy_lightning import fit
 from trainckpt import Checkpointer
 from trainckpt.attempt.wandb_run import finish
 from trainckpt.errors import ConfigurationError
@@ -155,3 +159,91 @@ def test_a_disabled_run_is_refused(tmp_path):
         disabled = wandb.init(mode="disabled")
         with pytest.raises(ConfigurationError, match="a disabled run of W&B logs nothing"):
             ckpt.track_run(disabled)
+
+
+def test_characters_of_a_pattern_in_an_id_stand_for_themselves(tmp_path):
+    folder, ids = tmp_path / "logs", {"id": "lr[39]"}
+    killed(tmp_path / "run", logs_to(folder, **ids), crash_at=6)
+    finish(wandb.run)
+    other = wandb.init(mode="offline", dir=folder, id="lr3")
+    other.log({"loss": 1.0})
+    finish(other)
+    (file,) = folder.rglob("run-lr3.wandb")
+    train(tmp_path / "run", logs_to(tmp_path / "more", **ids))
+    assert file.exists()
+    assert list(folder.rglob("run-lr[[]39].wandb.after-*")), "the run's own is cut"
+
+
+def test_a_folder_that_is_closed_to_a_start_leaves_its_rows_where_the_script_logs(tmp_path, caplog):
+    killed(tmp_path / "run", logs_to(tmp_path / "logs"), crash_at=6)
+    run_id = wandb.run.id
+    finish(wandb.run)
+    shutil.rmtree(tmp_path / "logs")
+    (tmp_path / "logs").touch()  # stands for a parent that another user owns
+    train(tmp_path / "run", logs_to(tmp_path / "other"))
+    assert wandb.run.id == run_id
+    assert [row.get("loss at") for row in rows(tmp_path / "other") if "loss at" in row] == [
+        *range(MICRO_BATCHES)
+    ], "those before the snapshot too: the file had none of them"
+    assert "is closed to this start" in caplog.text
+
+
+def test_a_run_that_cannot_be_opened_again_ends_no_training_and_waits_for_the_next_attempt(
+    tmp_path, monkeypatch
+):
+    def fails(*_, **how):
+        raise wandb.errors.CommError("the service did not start")
+
+    def open_and_break(ckpt):
+        finish(wandb.run)
+        run = wandb.init(mode="offline", dir=tmp_path)
+        with monkeypatch.context() as broken:
+            broken.setattr(wandb, "init", fails)
+            run = ckpt.track_run(run)
+        return lambda name, value, at: run.log({name: value})
+
+    opens = logs_to(tmp_path / "logs")
+    killed(tmp_path / "run", opens, crash_at=6)
+    killed(tmp_path / "run", open_and_break, crash_at=9)
+    train(tmp_path / "run", logs_to(tmp_path / "more"))
+    logged = [row["loss at"] for row in rows(tmp_path / "logs") if "loss at" in row]
+    assert logged == [0, 1, 2, 3, 8, 9], "the second attempt's four are not there, and no other"
+
+
+def test_a_folder_that_is_lost_amid_training_ends_no_training(tmp_path, caplog):
+    def open_log(ckpt):
+        log = logs_to(tmp_path / "logs")(ckpt)
+        shutil.rmtree(tmp_path / "logs")
+
+        def many(name, value, at):
+            for _ in range(1200 if name == "loss" else 1):
+                log(name, value, at)
+
+        return many
+
+    train(tmp_path / "run", open_log)
+    assert caplog.text.count("a resume may lack rows of W&B's") == 1
+
+
+def test_lightning_leaves_a_run_that_the_script_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        logged_fit(tmp_path, WandbLogger(mode="offline", save_dir=tmp_path))
+    finish(wandb.run)
+    run = wandb.init(mode="offline", dir=tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        logged_fit(tmp_path, WandbLogger(experiment=run))
+    run.log({"after": 1.0})
+
+
+def test_lightning_s_logger_before_another_one_gets_an_id_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        logged_fit(tmp_path, CSVLogger(tmp_path))
+    with pytest.raises(ZeroDivisionError):
+        logged_fit(tmp_path, WandbLogger(mode="offline", save_dir=tmp_path), CSVLogger(tmp_path))
+    assert len(wandb.run.id) == 8
+
+
+def logged_fit(folder, *loggers):
+    fit(folder / "run", module=test_loggers.cut_off(0), logger=list(loggers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,11 @@ from torch.utils.tensorboard import SummaryWriter
 from tests.end_to_end.training import ACCUMULATE, Crash, Parts
 from trainckpt import Checkpointer
 from trainckpt.errors import ConfigurationError
+from trainckpt.snapshot.attempt_history import read_attempts, run_id
+from trainckpt.snapshot.catalog import read_catalog
+from trainckpt.state.adapters import tracked_run
+from trainckpt.state.captured import Captured
+from trainckpt.storage.local import LocalTier
 
 MICRO_BATCHES = 10
 CRASHES = (3, 6, 9)  # with saves after 2 steps, which are 4 micro-batches: after 0, 4 and 8
@@ -206,3 +212,37 @@ def test_what_cannot_be_cut_back_is_refused_with_what_to_do(tmp_path):
             ckpt.track_run(store)
         with pytest.raises(ConfigurationError, match="list of builtins is no tracker"):
             ckpt.track_run([])
+
+
+def test_a_disk_that_hangs_costs_the_writer_s_position_and_no_snapshot(tmp_path):
+    never = threading.Event()
+
+    def open_log(ckpt):
+        writer = SummaryWriter(tmp_path / "logs")
+        writer.flush = never.wait
+        ckpt.track_run(writer)
+        return writer.add_scalar
+
+    with pytest.warns(UserWarning, match=r"may repeat steps in tensorboard.0: .*does the disk"):
+        train(tmp_path / "run", open_log)
+    never.set()
+    tier = LocalTier(tmp_path / "run")
+    assert any(one.usable for one in read_catalog(tier, run_id(tier), read_attempts(tier)))
+
+
+def test_a_save_waits_for_trackers_a_tenth_of_the_time_before_a_deadline():
+    limits_s = []
+    run = SimpleNamespace(id="", place="", position=limits_s.append)
+    for left_s in (None, 5.0, -1.0):
+        tracked_run.capture(Captured(), {"one": run}, left_s)
+    assert limits_s == [pytest.approx(limit, abs=0.01) for limit in (1.0, 0.5, 0.0)]
+
+
+def test_unmarked_files_beside_those_of_an_unmarked_snapshot_are_named(tmp_path, caplog):
+    """An earlier release marked no file, so an attempt of its own may have written them."""
+    writers, folder = [], tmp_path / "logs"
+    killed(tmp_path / "run", logs_to(folder, writers), crash_at=6)
+    other = folder / "events.out.tfevents.1700000000.elsewhere.1.0"
+    other.touch()
+    train(tmp_path / "run", logs_to(folder, writers))
+    assert f"{other.name} in {folder} may be another writer's, and stays" in caplog.text

@@ -5,17 +5,26 @@ or the lines of its files. A server is out of reach: there a tag names the attem
 which on it logged.
 
 The position is a time: each metric has one, by the clock of the process that logged it.
+
+Rows of `synchronous=False` wait in MLflow's queue, and a kill loses them: a save waits for those
+batches, with a limit. MLflow's own flush has none, and breaks what the script logs meanwhile.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import threading
 import time
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import psutil
 
 from trainckpt.attempt.log import logger
+
+_Future = concurrent.futures.Future[Any]
+_followed: WeakKeyDictionary[Any, set[_Future]] = WeakKeyDictionary()  # by store
 
 
 class MLflowRun:
@@ -29,7 +38,13 @@ class MLflowRun:
     name = "mlflow"
 
     def __init__(self, run: Any, *, place: str, **_: Any) -> None:
+        import mlflow
+
         self.run, self.place = run, place
+        self._store = mlflow.MlflowClient()._tracking_client.store
+        self._batches = _follow_batches(self._store)
+        self._late: set[_Future] = set()
+        self._warned = False
 
     @staticmethod
     def takes(run: Any) -> bool:
@@ -41,11 +56,24 @@ class MLflowRun:
         """Return the run's id."""
         return str(self.run.info.run_id)
 
-    def position(self) -> int:
-        """Return the time in milliseconds; what is logged later has a later one."""
-        import mlflow
+    def position(self, limit_s: float) -> int:
+        """Return the time in milliseconds; what is logged later has a later one.
 
-        mlflow.flush_async_logging()  # a kill ends the thread that the Trainer leaves rows to
+        It holds for batches that are late too: MLflow goes on sending them.
+        """
+        if self._late and all(batch.done() for batch in self._late):
+            self._late = set()
+        if not self._late:
+            _send_buffered(self._store)
+            self._late = concurrent.futures.wait(self._batches.copy(), limit_s).not_done
+        if self._late and not self._warned:
+            self._warned = True
+            logger.warning(
+                "MLflow has not taken %d batches of rows within %.1f s: a save goes on without "
+                "them, and a kill before MLflow has them loses them",
+                len(self._late),
+                limit_s,
+            )
         now_ms = time.time_ns() // 1_000_000
         time.sleep(0.001)
         return now_ms
@@ -81,6 +109,38 @@ class MLflowRun:
                 "the later ones count",
                 time_ms,
             )
+
+
+def _follow_batches(store: Any) -> set[_Future]:
+    """Return the batches logged from here on that the store has not taken yet, a set that lives."""
+    if store not in _followed:
+        batches = _followed[store] = set[_Future]()
+        log = store.log_batch_async
+
+        def log_and_follow(*args: Any, **how: Any) -> Any:
+            operations = log(*args, **how)
+            for batch in operations._operation_futures:
+                batches.add(batch)
+                batch.add_done_callback(batches.discard)
+            return operations
+
+        store.log_batch_async = log_and_follow
+    return _followed[store]
+
+
+def _send_buffered(store: Any) -> None:
+    """Let MLflow send rows that MLFLOW_ASYNC_LOGGING_BUFFERING_SECONDS lets it wait with.
+
+    Only the end of a queue sends them, and a queue that ends takes no row: the script's next ones
+    go to a new queue.
+    """
+    from mlflow import environment_variables
+
+    buffers: Any = environment_variables.MLFLOW_ASYNC_LOGGING_BUFFERING_SECONDS
+    queue = store._async_logging_queue
+    if buffers.get() and queue.is_active():
+        store._async_logging_queue = type(queue)(logging_func=store.log_batch)
+        threading.Thread(target=queue.shut_down_async_logging, daemon=True).start()
 
 
 def _is_new(run: Any) -> bool:

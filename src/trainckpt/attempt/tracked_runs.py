@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     _Kind: TypeAlias = type["_TensorBoard | _Csv | MLflowRun | WandbRun"]
 
+_MARK = ".trainckpt-"  # in the name of an event file
 FACT = "trackers"  # in the record of an attempt: name -> id and position at its beginning
 
 
@@ -90,20 +91,15 @@ class TrackedRuns:
                 before.get("place"),
                 before["id"],
             )
-        elif before is not None:
-            try:
-                tracked.go_on(before["id"], before["position"], own.attempt)
-            except Exception as error:  # noqa: BLE001 - a tracker's trouble ends no training
-                logger.warning(
-                    "%s cannot go on in its run %s, and may show some steps again: %s",
-                    name,
-                    before["id"],
-                    str(error) or repr(error),
-                )
-        elif isinstance(tracked, WandbRun):
-            tracked.secure_earlier_rows()
+        else:
+            _begin(tracked, name, before, own.attempt)
         self._registry.runs[name] = tracked
-        record_writer.set_fact(FACT, name, tracked_run.position_of(tracked))
+        try:
+            position = tracked_run.position_of(tracked)
+        except Exception as error:  # noqa: BLE001 - each tracker has errors of its own
+            logger.warning("%s may show steps before the first snapshot again: %r", name, error)
+        else:
+            record_writer.set_fact(FACT, name, position)
         return tracked.run
 
     def _begun_alike(
@@ -115,6 +111,22 @@ class TrackedRuns:
             if number < own.attempt and isinstance(told, dict) and name in told:
                 return dict(told[name]) if record.parent == own.parent else None
         return None
+
+
+def _begin(tracked: Any, name: str, before: Mapping[str, Any] | None, attempt: int) -> None:
+    """Go on where the tracker was before, if it was. A tracker's trouble ends no training."""
+    try:
+        if before is not None:
+            tracked.go_on(before["id"], before["position"], attempt)
+        elif isinstance(tracked, WandbRun):
+            tracked.secure_earlier_rows()
+    except Exception as error:  # noqa: BLE001 - each tracker has errors of its own
+        logger.warning(
+            "%s cannot go on in its run %s, and may show some steps again: %s",
+            name,
+            tracked.id if before is None else before["id"],
+            str(error) or repr(error),
+        )
 
 
 def _read_records(tier: Tier) -> dict[int, AttemptRecord]:
@@ -152,7 +164,7 @@ class _TensorBoard:
 
     def __init__(self, run: Any, *, place: str, mark: str) -> None:
         self.run, self.place = run, place
-        self._mark = f".trainckpt-{mark}"
+        self._mark = f"{_MARK}{mark}"
         if self._mark not in run.filename_suffix:
             run.filename_suffix += self._mark
         if "://" in str(run.log_dir):
@@ -160,6 +172,7 @@ class _TensorBoard:
                 f"the event files in {run.log_dir} cannot be cut back: they are in a store",
                 hint="log to a directory, or pass SummaryWriter(..., purge_step=ckpt.cursor.step)",
             )
+        self._flush = tracked_run.Flush(run.flush)
         self._unmarked = {os.path.relpath(path, self.id) for path in self._open_files()}
 
     @staticmethod
@@ -171,8 +184,8 @@ class _TensorBoard:
     def id(self) -> str:
         return str(Path(self.run.log_dir).absolute())
 
-    def position(self) -> dict[str, int]:
-        self.run.flush()
+    def position(self, limit_s: float) -> dict[str, int]:
+        self._flush.wait(limit_s)
         return {name: path.stat().st_size for name, path in self._files().items()}
 
     def go_on(self, directory: str, lengths: dict[str, int], attempt: int) -> None:
@@ -184,6 +197,8 @@ class _TensorBoard:
         _leave(self.id, directory)
         self.run.log_dir = directory
         self._unmarked = set(lengths)
+        if not any(_MARK in name for name in lengths):
+            self._warn_of_unmarked()
         found = {name: (path, path.stat().st_size) for name, path in self._files().items()}
         for name, (path, length) in found.items():
             if length > lengths.get(name, 0):
@@ -192,6 +207,17 @@ class _TensorBoard:
             now = found[name][1] if name in found else 0
             if now < length:
                 logger.warning("%s/%s has %d bytes, and had %d", directory, name, now, length)
+
+    def _warn_of_unmarked(self) -> None:
+        """Name files without a mark, which earlier releases gave none to."""
+        names = {path.name for path in Path(self.id).glob("*tfevents*") if _MARK not in path.name}
+        if others := sorted(names - self._unmarked):
+            logger.warning(
+                "%s in %s may be another writer's, and stays; if an attempt under an earlier "
+                "trainckpt has written it, move it away: its steps are logged again",
+                ", ".join(others),
+                self.id,
+            )
 
     def _open_files(self) -> list[Path]:
         writers = (self.run.all_writers or {}).values()
@@ -240,8 +266,8 @@ class _Csv:
     def id(self) -> str:
         return str(Path(self.run.experiment.log_dir).absolute())
 
-    def position(self) -> int:
-        self.run.save()
+    def position(self, _limit_s: float) -> int:
+        self.run.save()  # not beside the script: Lightning's own call, which drops what comes amid
         return len(self._lines())
 
     def go_on(self, directory: str, num_lines: int, attempt: int) -> None:

@@ -10,17 +10,24 @@ that are not in it yet.
 
 A file is cut by a new file of the same name: a kill in the middle loses nothing, and a service of
 W&B that outlives its script writes to the old one.
+
+W&B's folders may be lost or closed to this start. The run then goes on where the script logs, and
+the files of the snapshot are left. If W&B opens no run any more, training goes on without rows, and
+each snapshot keeps the position of the one before.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
 import struct
+import tempfile
 import time
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +42,7 @@ _FILE_HEADER, _BLOCK, _FULL, _LAST = 7, 32768, 1, 4
 _CHUNK = struct.Struct("<IHB")  # checksum, length, kind
 _CLOSED_WITHIN_S = 10.0
 _MOST_ROWS = 1000  # logged between two looks at the file
+_MOST_UNREAD = 10_000  # rows kept of a file that is gone
 
 
 class WandbRun:
@@ -58,6 +66,7 @@ class WandbRun:
             )
         self.run, self.place = run, place
         self._rows = _LoggedRows(run)
+        self._without: tuple[str, dict[str, Any]] | None = None  # id and position, if none is open
 
     @staticmethod
     def takes(run: Any) -> bool:
@@ -67,24 +76,28 @@ class WandbRun:
     @property
     def id(self) -> str:
         """Return the run's id."""
-        return str(self.run.id)
+        return str(self.run.id) if self._without is None else self._without[0]
 
     def secure_earlier_rows(self) -> None:
         """Go on in another folder if rows were logged before: only a finished file has them all."""
-        step = self.run.step
-        if step:
-            self._open_again(self.id, _file_of(self.run).parent.parent, is_new=False)
+        step, folder = self.run.step, _file_of(self.run).parent.parent
+        if not step:
+            return
+        records = finish(self.run)
+        before = {"folder": str(folder), "lengths": _lengths(folder, self.id), "rows": []}
+        if self._open_again(self.id, folder, before | {"next": step}, records):
             self.run.log({}, step=step)  # no row: the next one is of this step
 
-    def position(self) -> dict[str, Any]:
+    def position(self, _limit_s: float) -> dict[str, Any]:
         """Return the lengths of the run's files, and the rows that are in none of them."""
+        if self._without is not None:
+            return self._without[1]
         rows, own = self._rows, _file_of(self.run)
         rows.forget_written()
         folder = own.parent.parent
-        lengths = {path.parent.name: path.stat().st_size for path in _files(folder, self.id)}
         return {
             "folder": str(folder),
-            "lengths": lengths | {own.parent.name: rows.length},
+            "lengths": _lengths(folder, self.id) | {own.parent.name: rows.length},
             "rows": [row for _, row in rows.unwritten],
             "next": rows.next_step,
         }
@@ -93,11 +106,28 @@ class WandbRun:
         """Go on in this run, without what was logged after this position."""
         folder, lengths = Path(position["folder"]), position["lengths"]
         own = _file_of(self.run)
-        if self.id != run_id or own.parent.parent != folder or self.run.step:
-            self._open_again(run_id, folder, is_new=own.parent.name not in lengths)
+        is_usable = _is_writable(folder)
+        if not is_usable:
+            logger.warning(
+                "W&B's folder %s is closed to this start: run %s goes on in %s, and shows steps "
+                "after the snapshot again; run wandb sync on both",
+                folder,
+                run_id,
+                own.parent.parent,
+            )
+        there = folder if is_usable else own.parent.parent
+        if self.id != run_id or own.parent.parent != there or self.run.step:
+            is_new = own.parent.name not in lengths  # this start made it: nothing in it stays
+            records = finish(self.run)
+            aside = _set_aside(own.parent) if is_new else None
+            is_open = self._open_again(run_id, there, position, records)
+            if aside is not None:
+                shutil.rmtree(aside, ignore_errors=True) if is_open else aside.rename(own.parent)
+            if not is_open:
+                return
             own = _file_of(self.run)
             logger.info("logging goes on in run %s of W&B", run_id)
-        paths = [path for path in _files(folder, run_id) if path != own]
+        paths = [path for path in _files(folder, run_id) if path != own] if is_usable else []
         for path in paths:
             length = lengths.get(path.parent.name, 0)
             if path == paths[-1] or length != path.stat().st_size:
@@ -108,26 +138,47 @@ class WandbRun:
         if self._rows.next_step < position["next"]:
             self.run.log({}, step=position["next"])  # no row: the next one is of this step
 
-    def _open_again(self, run_id: str, folder: Path, *, is_new: bool) -> None:
-        """Open a run with settings, config and metrics of the script's, and finish that one.
+    def _open_again(
+        self, run_id: str, folder: Path, position: Mapping[str, Any], records: list[Any]
+    ) -> bool:
+        """Open a run with settings, config and metrics of the script's finished one.
 
         Args:
             run_id: Of the run to open.
             folder: Of W&B, where its folders are.
-            is_new: This start made the folder of the script's run, and nothing in it stays.
+            position: That snapshots keep if no run can be opened.
+            records: Of the script's run.
+
+        Returns:
+            False: training goes on without rows.
         """
         import wandb
 
-        scripts, config, left = self.run, dict(self.run.config), _file_of(self.run)
-        metrics = [one.metric for one in finish(scripts) if _kind(one) == "metric"]
-        if is_new:
-            shutil.rmtree(left.parent, ignore_errors=True)
-        how = {"config": config, "settings": scripts.settings}
-        self.run = wandb.init(id=run_id, dir=str(folder.parent), **how)
-        for metric in metrics:
+        scripts = self.run
+        try:
+            how = {"config": dict(scripts.config), "settings": scripts.settings}
+            self.run = wandb.init(id=run_id, dir=str(folder.parent), **how)
+        except Exception as error:  # noqa: BLE001 - a tracker's trouble ends no training
+            logger.warning(
+                "W&B opens run %s no more, so this attempt logs no rows; the next one goes on "
+                "where the snapshot is: %s",
+                run_id,
+                str(error) or repr(error),
+            )
+            self._without = run_id, dict(position)
+            with suppress(Exception):
+                self.run = wandb.init(mode="disabled")
+            scripts.log = _log_nothing if self.run is scripts else self.run.log
+            return False
+        for metric in [one.metric for one in records if _kind(one) == "metric"]:
             self.run.define_metric(**_arguments(metric))
         self._rows = _LoggedRows(self.run)
         scripts.log = self.run.log  # a script that logs to its own run reaches the one that goes on
+        return True
+
+
+def _log_nothing(*_: Any, **__: Any) -> None:
+    """Stand for the `log` of a finished run, which raises."""
 
 
 class _LoggedRows:
@@ -146,6 +197,7 @@ class _LoggedRows:
         self.unwritten: list[tuple[int, str]] = []
         self.next_step = int(run.step)
         self.length = _FILE_HEADER
+        self._warned = False
         self._path = _file_of(run)
         self._log = run.log
         run.log = self.log
@@ -157,18 +209,39 @@ class _LoggedRows:
     ) -> None:
         """Log as `run.log` does, and remember it."""
         self._log(data, step=step, commit=commit, **how)
+        try:
+            self._remember(data, step, commit)
+        except Exception as error:  # noqa: BLE001 - W&B has the row; ours ends no training
+            self._warn(error)
+
+    def _remember(self, data: dict[str, Any], step: int | None, commit: bool | None) -> None:
         of_step = self.next_step if step is None else int(step)
         if of_step < self.next_step:
             return  # W&B drops it, and warns
         ends = step is None if commit is None else commit
+        self.next_step = of_step + 1 if ends else of_step
         values = {"_timestamp": time.time(), **_plain(data)}
         self.unwritten.append((of_step, json.dumps([of_step, values, ends])))
-        self.next_step = of_step + 1 if ends else of_step
         if len(self.unwritten) % _MOST_ROWS == 0:
             self.forget_written()
 
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning("a resume may lack rows of W&B's %s: %r", self._path, error)
+
     def forget_written(self) -> None:
-        """Drop the rows that the file has. W&B writes them in the order of their steps."""
+        """Drop the rows that the file has. W&B writes them in the order of their steps.
+
+        Of a file that cannot be read, the last rows are kept: more would fill every snapshot.
+        """
+        try:
+            self._read_on()
+        except Exception as error:  # noqa: BLE001 - W&B's file, whatever it has become
+            self._warn(error)
+            del self.unwritten[:-_MOST_UNREAD]
+
+    def _read_on(self) -> None:
         last = -1
         for end, content in read_records(self._path, self.length):
             record = _parsed(content)
@@ -189,7 +262,11 @@ def finish(run: Any) -> list[Any]:
     run.finish()
     path, deadline = _file_of(run), time.monotonic() + _CLOSED_WITHIN_S
     while True:
-        records = [_parsed(content) for _, content in read_records(path)]
+        try:
+            records = [_parsed(content) for _, content in read_records(path)]
+        except OSError as error:
+            logger.warning("the rows of W&B's %s are lost: %s", path, error.strerror)
+            return []
         if any(_kind(record) == "exit" for record in records):
             return records
         if time.monotonic() > deadline:
@@ -258,7 +335,28 @@ def _file_of(run: Any) -> Path:
 
 def _files(folder: Path, run_id: str) -> list[Path]:
     """Return the files of a run, one for each start."""
-    return sorted(folder.glob(f"offline-run-*/run-{run_id}.wandb"))
+    return sorted(folder.glob(f"offline-run-*/run-{glob.escape(run_id)}.wandb"))
+
+
+def _lengths(folder: Path, run_id: str) -> dict[str, int]:
+    return {path.parent.name: path.stat().st_size for path in _files(folder, run_id)}
+
+
+def _is_writable(folder: Path) -> bool:
+    """Return True if W&B can make folders there; else it would log to a temporary place."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _set_aside(folder: Path) -> Path | None:
+    """Rename a folder so that `wandb sync` leaves it; return the new name. None: it is gone."""
+    with suppress(OSError):
+        return folder.rename(folder.with_name(f"left-{folder.name}"))
+    return None
 
 
 def _cut(path: Path, length: int, attempt: int) -> None:

@@ -106,7 +106,7 @@ def capture(registry: Registry) -> Captured:
         if outside is not None:
             out.values[FSDP][model.name] = outside
     tracked_file.capture(out, registry.files)
-    tracked_run.capture(out, registry.runs)
+    tracked_run.capture(out, registry.runs, registry.left_s())
     attributes.capture_generators(registry.watched, out)
     script_randomness.capture(registry, out)
     registry.epoch_head.capture(out)

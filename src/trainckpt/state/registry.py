@@ -84,6 +84,7 @@ class Registry:
         models, optimizers, generics, loaders: The adapters, one a tracked object.
         files: Tracked files, which have a length and no other state.
         runs: Runs of experiment trackers, by name.
+        left_s: Returns the seconds before a stop's deadline; None: there is none.
         epoch_head: Generators before the running epoch.
         open_loaders: Untracked loaders that the script is in the middle of.
         script_variables: Variables that the script carries from batch to batch.
@@ -106,6 +107,7 @@ class Registry:
         self.loaders: list[LoaderState] = []
         self.files: list[TrackedFile] = []
         self.runs: dict[str, TrackedRun] = {}
+        self.left_s: Callable[[], float | None] = lambda: None
         self.epoch_head = script_randomness.EpochHead(self)
         self.open_loaders = open_loaders.OpenLoaders()
         self.script_variables = script_variables.ScriptVariables(self)
