@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 from collections import deque
 
 import numpy as np
@@ -298,6 +299,41 @@ def test_an_object_whose_state_dict_is_empty_is_named_if_it_changes(tmp_path, ca
     assert not same
     assert "best.best, best.history: changed since the run began" in caplog.text
     assert "not exact: in no state_dict, so not as when it was saved: best.best (" in caplog.text
+
+
+class Partial(Best):
+    """Its state_dict has one number of two."""
+
+    best = float("inf")
+
+    def __init__(self):
+        super().__init__()
+        self.best, self.seen = Partial.best, 0
+
+    def state_dict(self):
+        return {"count": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["count"]
+
+    def see(self, loss):
+        super().see(loss)
+        self.seen += 1
+
+
+def test_what_a_state_dict_leaves_out_is_named_by_the_resume_and_nothing_else(
+    tmp_path, caplog, monkeypatch
+):
+    caplog.set_level(logging.INFO, "trainckpt")
+    monkeypatch.setattr(sys.modules[__name__], "Best", Partial)
+
+    def tracked(model, best):
+        return {"counts": Attributes(model, "1.initialized", "1.seen"), "best": best}
+
+    _, same = resumed(tmp_path, tracked)
+    assert not same
+    assert "not exact: in no state_dict, so not as when it was saved: best.best (" in caplog.text
+    assert "best.seen" not in caplog.text
 
 
 def test_what_a_first_resume_did_not_have_is_named_by_the_second(tmp_path, caplog):

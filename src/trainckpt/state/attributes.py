@@ -5,11 +5,12 @@ resume. `Attributes` tracks such by name. What nobody tracks is watched: a snaps
 have changed since tracking began, so that a save and a resume can name them; they are not put back,
 since whether the script sets them itself cannot be known.
 
-Watched are bool, int, float and containers of them and of texts, of modules and optimizers of the
-script's own classes; the same and tensors of a trainer's callbacks that say no state; and every
-attribute of a tracked object whose state_dict is empty. What a framework's own code assigns is its
-business, except options of torch's modules that scripts change by a schedule, as `dropout.p`, and
-numbers that another put on them before training, as a trainer's `neftune_noise_alpha`.
+Watched are bool, int, float and containers of them and of texts, of modules, optimizers and tracked
+objects of the script's own classes; the same and tensors of a trainer's callbacks that say no
+state; and every attribute of a tracked object whose state_dict is empty. What a framework's own
+code assigns is its business, except options of torch's modules that scripts change by a schedule,
+as `dropout.p`, and numbers that another put on them before training, as a trainer's
+`neftune_noise_alpha`.
 
 Random generators that such modules and callbacks hold are kept as the global ones are: stored in
 every snapshot, and put back last of all. So are those that hooks of models use, in a closure too.
@@ -300,11 +301,12 @@ class Watched:
         return [(each.name, each.value, each.skipped) for each in self._owners]
 
     def watch(self, name: str, value: object, *, has_state: bool) -> None:
-        """Watch a tracked object from now on, as long as its state_dict is empty."""
-        if has_state:
-            self._objects.pop(name, None)
-        elif name not in self._objects and _is_own(value) and hasattr(value, "__dict__"):
-            self._objects[name] = owner = self.owner(name, value, numbers_only=False)
+        """Watch a tracked object from now on: its numbers, or all if its state_dict is empty."""
+        known = self._objects.get(name)
+        if known is not None and known.numbers_only == has_state:
+            return
+        if _is_own(value) and hasattr(value, "__dict__"):
+            self._objects[name] = owner = self.owner(name, value, numbers_only=has_state)
             self._begun |= owner.values()
 
     def watch_callback(self, value: object) -> None:
@@ -340,11 +342,16 @@ class Watched:
         }
 
     def changed_in_training(self) -> list[str]:
-        """Return the names of those that changed, of callbacks since the first boundary."""
+        """Return the names of those that changed, of callbacks since the first boundary.
+
+        A state_dict may have any number of its object: only a resume can tell which it lacks.
+        """
+        stateful = {name for name, owner in self._objects.items() if owner.numbers_only}
         return [
             name
             for name, value in self.changed().items()
-            if name not in self._first or not _same(value, self._first[name])
+            if (name not in self._first or not _same(value, self._first[name]))
+            and (name.rpartition(".")[0] not in stateful or name in self._always)
         ]
 
     def generators(self) -> dict[str, Any]:

@@ -11,12 +11,12 @@ import time
 from functools import cache
 from typing import Any
 
-_WALL_S = (1e9, 1e10)  # seconds since 1970
+_WALL_S = (1.4e9, 4.1e9)  # seconds since 1970: from 2014 to 2099
 
 
 def is_wall_time(value: Any) -> bool:
     """Return True for a float of seconds since 1970."""
-    return isinstance(value, float) and _WALL_S[0] < value < _WALL_S[1]
+    return isinstance(value, float) and _WALL_S[0] < value < _WALL_S[1]  # `best = 9e9` is none
 
 
 def is_reading(value: Any) -> bool:
