@@ -210,6 +210,35 @@ def test_a_run_that_cannot_be_opened_again_ends_no_training_and_waits_for_the_ne
     assert logged == [0, 1, 2, 3, 8, 9], "the second attempt's four are not there, and no other"
 
 
+def test_rows_go_to_a_new_run_where_w_and_b_refuses_the_id(tmp_path, monkeypatch, caplog):
+    """As a service does that still has the run of a killed attempt open."""
+    folder, real = tmp_path / "logs", wandb.init
+    killed(tmp_path / "run", logs_to(folder), crash_at=6)
+    refused = wandb.run.id
+    finish(wandb.run)
+
+    def refuses(*_, **how):
+        if how.get("id") == refused:
+            raise wandb.errors.CommError(f"run ID {refused} is in use")
+        return real(**how)
+
+    monkeypatch.setattr(wandb, "init", refuses)
+    train(tmp_path / "run", logs_to(tmp_path / "more"))
+    new = wandb.run.id
+    logged = [row for row in rows_of(tmp_path / "more", new) if "loss at" in row]
+    assert [row["loss at"] for row in logged] == [4, 5, 6, 7, 8, 9]
+    assert f"W&B opens run {refused} no more, so rows go to the new run {new}" in caplog.text
+
+
+def rows_of(folder, run_id):
+    """Return the rows of one of the folder's runs."""
+    finish(wandb.run)
+    for path in folder.glob("wandb/offline-run-*"):
+        if not path.name.endswith(run_id):
+            shutil.rmtree(path)
+    return in_wandb(folder)
+
+
 def test_a_folder_that_is_lost_amid_training_ends_no_training(tmp_path, caplog):
     def open_log(ckpt):
         log = logs_to(tmp_path / "logs")(ckpt)

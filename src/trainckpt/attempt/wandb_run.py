@@ -12,8 +12,8 @@ A file is cut by a new file of the same name: a kill in the middle loses nothing
 W&B that outlives its script writes to the old one.
 
 W&B's folders may be lost or closed to this start. The run then goes on where the script logs, and
-the files of the snapshot are left. If W&B opens no run any more, training goes on without rows, and
-each snapshot keeps the position of the one before.
+the files of the snapshot are left. If W&B refuses the id, rows go to a new run. If it opens none,
+training goes on without rows, and each snapshot keeps the position of the one before.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from trainckpt.attempt.log import logger
 from trainckpt.errors import ConfigurationError
@@ -150,31 +151,49 @@ class WandbRun:
             records: Of the script's run.
 
         Returns:
-            False: training goes on without rows.
+            False: it is another run, or none.
         """
         import wandb
 
         scripts = self.run
+        how = {"config": dict(scripts.config), "settings": scripts.settings}
         try:
-            how = {"config": dict(scripts.config), "settings": scripts.settings}
             self.run = wandb.init(id=run_id, dir=str(folder.parent), **how)
         except Exception as error:  # noqa: BLE001 - a tracker's trouble ends no training
+            why = str(error) or repr(error)
+        else:
+            self._take_over(scripts, records)
+            return True
+        try:
+            own = _file_of(scripts).parent.parent
+            self.run = wandb.init(id=uuid4().hex[:8], dir=str(own.parent), **how)
+        except Exception:  # noqa: BLE001 - as above
             logger.warning(
-                "W&B opens run %s no more, so this attempt logs no rows; the next one goes on "
-                "where the snapshot is: %s",
+                "W&B opens no run any more, so this attempt logs no rows; the next one goes on in "
+                "run %s: %s",
                 run_id,
-                str(error) or repr(error),
+                why,
             )
             self._without = run_id, dict(position)
             with suppress(Exception):
                 self.run = wandb.init(mode="disabled")
             scripts.log = _log_nothing if self.run is scripts else self.run.log
             return False
+        self._take_over(scripts, records)
+        logger.warning(
+            "W&B opens run %s no more, so rows go to the new run %s, and steps may be in both: %s",
+            run_id,
+            self.id,
+            why,
+        )
+        return False
+
+    def _take_over(self, scripts: Any, records: list[Any]) -> None:
+        """Give the run that was opened the metrics and the `log` of the script's."""
         for metric in [one.metric for one in records if _kind(one) == "metric"]:
             self.run.define_metric(**_arguments(metric))
         self._rows = _LoggedRows(self.run)
         scripts.log = self.run.log  # a script that logs to its own run reaches the one that goes on
-        return True
 
 
 def _log_nothing(*_: Any, **__: Any) -> None:
