@@ -16,7 +16,7 @@ must be what was saved. Seconds are those of the slowest rank, medians over the 
     stall_s      the same of later saves
     durable_s    from the request of a later save until it is fsynced
     resume_s     restoring from files in the page cache
-    boundary_s   a boundary without a save; only trainckpt has one
+    boundary_s   a boundary without a save, the median of many; only trainckpt has one
     bytes        memory that a turn takes at most
 
 A step is a boundary and the optimizer's, which changes every tensor. A save is requested before
@@ -230,10 +230,12 @@ class Turns:
 
     @staticmethod
     def _boundary(system: System) -> float:
-        begun = time.perf_counter()
+        seconds = []
         for _ in range(BOUNDARIES):
+            begun = time.perf_counter()
             system.boundary()
-        return slowest((time.perf_counter() - begun) / BOUNDARIES)
+            seconds.append(time.perf_counter() - begun)
+        return slowest(statistics.median(seconds))  # some after a save digest a sample of weights
 
 
 def rank_main(arguments: argparse.Namespace) -> None:

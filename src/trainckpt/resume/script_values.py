@@ -1,4 +1,4 @@
-"""What the script gives, besides its optimizers' options: read at a start, put where it counts.
+"""Read the script's values at a start, besides its optimizers' options, and put them in place.
 
 given_by_script     before anything is restored: JSON values, for the comparison and the record
 with_commit         once a snapshot is chosen, where another commit is refused

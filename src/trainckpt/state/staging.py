@@ -257,7 +257,7 @@ def stage(
 
 
 class StagingCache:
-    """What is repeated from save to save: the header, and the small copies.
+    """Keeps what repeats from save to save: the header, and the plan of the small copies.
 
     Small copies are those from tensors that an earlier save had at the same addresses. They are
     planned once, as long as header and captured blocks are the same objects.
