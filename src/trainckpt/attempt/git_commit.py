@@ -33,6 +33,7 @@ class GitCommit:
         self._value: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = False
+        self._starting = threading.Lock()  # an end waits for a git that is being started
         self._thread = threading.Thread(target=self._ask, name="trainckpt-git", daemon=True)
         atexit.register(self.close)
         self._thread.start()
@@ -40,9 +41,10 @@ class GitCommit:
     def close(self) -> None:
         """End git, if it has not answered. Repeated calls do nothing."""
         atexit.unregister(self.close)
-        self._is_closed = True  # before the look: the thread looks here once git has begun
-        if self._process is not None:
-            self._process.kill()
+        with self._starting:
+            self._is_closed = True
+            if self._process is not None:
+                self._process.kill()
 
     def is_known_within(self, limit_s: float) -> bool:
         """Wait for git, and return True once `value` is final."""
@@ -61,25 +63,30 @@ class GitCommit:
             self.why_unknown = "the script is in no file"
             return
         try:
-            self._process = subprocess.Popen(
-                _COMMAND,
-                cwd=Path(script).resolve().parent,
-                env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
+            with self._starting:
+                if self._is_closed:
+                    return
+                self._process = process = self._start_in(Path(script).resolve().parent)
         except OSError as error:
             self.why_unknown = f"git cannot be run: {error.strerror}"
             return
-        with self._process as process:
-            if self._is_closed:
-                process.kill()
+        with process:
             try:
                 self._note(*process.communicate(timeout=TIMEOUT_S), process.returncode)
             except subprocess.TimeoutExpired:
                 process.kill()
         atexit.unregister(self.close)
+
+    @staticmethod
+    def _start_in(folder: Path) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            _COMMAND,
+            cwd=folder,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
     def _note(self, output: bytes, errors: bytes, code: int) -> None:
         text = output.decode(errors="replace").strip()
