@@ -1,8 +1,9 @@
 """A training with a tracker, in a process of its own that kills itself: see `test_tracker_kills`.
 
-    python -m tests.acceptance.tracked_script LOOP TRACKER FOLDER RUN KILL_AT
+    python -m tests.acceptance.tracked_script LOOP TRACKER FOLDER RUN KILL_AT [LEAVE_AT WORKERS]
 
-`RUN` is "-" for a training without trainckpt's callback, `KILL_AT` for one to the end.
+`RUN` is "-" for a training without trainckpt's callback, `KILL_AT` for one without a kill. The
+plain loop may also leave its `with` block, after micro-batch `LEAVE_AT`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def open_log(tracker, folder, ckpt):
     return lambda name, value, at: run.log({name: value, f"{name} at": at})
 
 
-def train_plainly(tracker, folder, run, kill_at):
+def train_plainly(tracker, folder, run, kill_at, leave_at="-", workers="0"):
     """Train with a loop of our own."""
 
     def open_deadly(ckpt):
@@ -61,7 +62,9 @@ def train_plainly(tracker, folder, run, kill_at):
 
         return logs
 
-    test_trackers.train(folder / "straight" if run is None else run, open_deadly)
+    place = folder / "straight" if run is None else run
+    leaves = None if leave_at == "-" else int(leave_at)
+    test_trackers.train(place, open_deadly, workers=int(workers), leave_at=leaves)
 
 
 def fit(tracker, folder, run, kill_at):
@@ -114,11 +117,12 @@ def train_by_trainer(tracker, folder, run, kill_at):
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    loop, tracker, folder, run, kill_at = sys.argv[1:]
+    loop, tracker, folder, run, kill_at, *how = sys.argv[1:]
     Path(folder).mkdir(exist_ok=True)
     {"plain": train_plainly, "lightning": fit, "transformers": train_by_trainer}[loop](
         tracker,
         Path(folder),
         None if run == "-" else Path(run),
         None if kill_at == "-" else int(kill_at),
+        *how,
     )

@@ -23,9 +23,9 @@ MICRO_BATCHES = 10
 CRASHES = (3, 6, 9)  # with saves after 2 steps, which are 4 micro-batches: after 0, 4 and 8
 
 
-def train(place, open_log, crash_at=None, **options):
+def train(place, open_log, crash_at=None, leave_at=None, workers=0, **options):
     """One attempt; `open_log` gets the Checkpointer and returns what logs a value."""
-    parts = Parts()
+    parts = Parts(workers=workers)
     with Checkpointer(place, **parts.tracked(), **{"every": "2 steps", **options}) as ckpt:
         log = open_log(ckpt)
         for epoch in ckpt.epochs(2):
@@ -37,6 +37,8 @@ def train(place, open_log, crash_at=None, **options):
                     raise Crash
                 _, loss = parts.train_on(batch, cursor.micro + 1 == ACCUMULATE)
                 log("loss", float.fromhex(loss), at)
+                if at == leave_at:
+                    return
             log("epoch", epoch, epoch)
 
 

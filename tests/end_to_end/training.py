@@ -35,7 +35,7 @@ class Crash(Exception):
 class Parts:
     """What a script builds before it trains; the same every time."""
 
-    def __init__(self, items=ITEMS, width=4):
+    def __init__(self, items=ITEMS, width=4, workers=0):
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)
@@ -45,7 +45,7 @@ class Parts:
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.05)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-        self.loader = DataLoader(data, BATCH, shuffle=True)
+        self.loader = DataLoader(data, BATCH, shuffle=True, num_workers=workers)
 
     def tracked(self):
         return vars(self)

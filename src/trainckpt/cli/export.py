@@ -6,12 +6,15 @@ import argparse
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainckpt.cli import output
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.globs import parse_globs
 from trainckpt.run_directory import run_tiers
+
+if TYPE_CHECKING:
+    from trainckpt.inspect.contents import Contents
 
 DTYPES = {"fp64": "F64", "fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 FORMATS = ("safetensors", "hf", "torch", "dcp")
@@ -71,6 +74,8 @@ def execute(arguments: argparse.Namespace) -> int:
             progress=lambda done: progress.advance(task, done),
         )
     notes = [*contents.source.passed_over, *plan.notes]
+    if not arguments.all:
+        notes += _window_notes(contents)
     if arguments.format == "hf" and not (out / "config.json").exists():
         notes.append(f"{out} has no config.json: model.config.save_pretrained writes it")
     _say(notes)
@@ -125,7 +130,7 @@ def _torch(arguments: argparse.Namespace) -> int:
             force=arguments.force,
             progress=lambda num_bytes: progress.advance(task, num_bytes),
         )
-    notes = [*contents.source.passed_over, *done.notes]
+    notes = [*contents.source.passed_over, *done.notes, *_window_notes(contents)]
     _say(notes)
     name = str(contents.manifest.name)
     if arguments.json:
@@ -136,6 +141,16 @@ def _torch(arguments: argparse.Namespace) -> int:
     num_bytes = sum(path.stat().st_size for path in done.files)
     print(f"{out}: {done.tensors} tensors of {name}, {output.size(num_bytes)}")
     return 0
+
+
+def _window_notes(contents: Contents) -> list[str]:
+    """Name the gradients that a snapshot inside a window holds, and these formats do not."""
+    done = contents.manifest.name.micro
+    note = (
+        f"not in it: the gradients of the first {done} micro-batches of a window; snapshots at the "
+        "end of a step have none (trainckpt list)"
+    )
+    return [note] if done else []
 
 
 def _say(notes: list[str]) -> None:
