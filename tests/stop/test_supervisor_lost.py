@@ -1,9 +1,10 @@
-"""A rank whose supervisor was killed stops; where it lives, ended or is unknown, it does not."""
+"""A rank whose supervisor or torchrun was killed stops; where that is not known, it does not."""
 
 from __future__ import annotations
 
 import json
 import subprocess
+import sys
 
 import pytest
 
@@ -12,7 +13,28 @@ from trainckpt.attempt.options import read_options
 from trainckpt.attempt.status_files import SUPERVISOR_VARIABLE, namespace_of
 from trainckpt.notice import Notice
 from trainckpt.ranks.world import World
-from trainckpt.stop.notice_sources import REASON, SupervisorLost, further_sources
+from trainckpt.stop.notice_sources import (
+    AGENT_REASON,
+    REASON,
+    AgentLost,
+    SupervisorLost,
+    further_sources,
+)
+
+RANK = """
+import sys, time
+from trainckpt.stop.notice_sources import AgentLost
+source = AgentLost()
+print(source.poll(), flush=True)
+while not (found := source.poll()):
+    time.sleep(0.01)
+print(found[0].reason, flush=True)
+"""
+AGENT = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+time.sleep(600)
+"""
 
 
 @pytest.fixture
@@ -69,3 +91,30 @@ def test_one_rank_of_each_host_looks_for_its_supervisor(tmp_path):
     assert not looks(World(1, 4, 1, "a"), told)
     assert looks(World(2, 4, 0, "b"), told)
     assert not looks(World(0, 4, 0, "a"), {})
+
+
+def test_an_orphan_of_torchrun_has_a_notice():
+    agent = subprocess.Popen([sys.executable, "-c", AGENT, RANK], stdout=subprocess.PIPE, text=True)
+    assert agent.stdout.readline() == "[]\n"
+    agent.kill()
+    agent.wait()
+    assert agent.stdout.read() == f"{AGENT_REASON}\n"
+    agent.stdout.close()
+
+
+def test_a_process_that_leads_no_session_is_no_orphan_of_torchrun():
+    """Its parent may end without harm, as a shell's does."""
+    script = RANK.split("while", maxsplit=1)[0] + "time.sleep(0.5)\nprint(source.poll())\n"
+    parent = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]])"
+    command = [sys.executable, "-c", parent, script]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ended.stdout == "[]\n[]\n"
+
+
+def test_only_ranks_that_torchrun_started_look_for_it(tmp_path):
+    options = read_options({"notices": "none"}, {})
+    started = {"TORCHELASTIC_RUN_ID": "x"}
+    supervised = {**started, SUPERVISOR_VARIABLE: str(tmp_path)}
+    for environment, looks in (({}, False), (started, True), (supervised, False)):
+        found = further_sources(options, None, World(0, 1, 0, "a"), environment)
+        assert any(isinstance(source, AgentLost) for source in found) is looks

@@ -4,10 +4,11 @@
     the wall time    by the option, or by Slurm's variable
     Slurm            where no variable holds the job's end, rank 0 asks
     the supervisor   after it was killed (SIGKILL, or the kernel short of memory)
+    torchrun         the same, where it is the supervisor
 
 Without the supervisor a scheduler's signal reaches no rank, no restart follows, and a repeated
 command would train beside the ranks. So they stop as at any notice: nothing is lost, and the run
-directory is free.
+directory is free. Where other agents of an elastic torchrun are left, they start ranks again.
 
 `ProgressReporter` is polled like a source, and never has a notice.
 """
@@ -23,6 +24,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainckpt.attempt.launch import ACCELERATE, TORCHRUN, kind_of_launch
 from trainckpt.attempt.log import logger
 from trainckpt.attempt.options import AUTO
 from trainckpt.attempt.status_files import (
@@ -116,6 +118,27 @@ class SupervisorLost(PolledSource):
         return [Notice(REASON)] if supervisor_died(self._folder) else []
 
 
+AGENT_REASON = "torchrun, which started this rank, is gone"
+# Prefixes of reasons that concern one host. An elastic launch goes on without it.
+OF_ONE_HOST = (*OF_MACHINE, "SIG", REASON, AGENT_REASON)
+
+
+class AgentLost(PolledSource):
+    """Notice source for a lost agent of torchrun.
+
+    It knows the agent as the parent of a process that leads a session, as torchrun's ranks do.
+    Behind a wrapper that does not `exec` the script, it never has a notice.
+    """
+
+    def __init__(self) -> None:
+        leads = hasattr(os, "getsid") and os.getsid(0) == os.getpid()
+        self._agent = os.getppid() if leads else None
+
+    def poll(self) -> list[Notice]:
+        """Return a stop, once this process has another parent."""
+        return [Notice(AGENT_REASON)] if self._agent not in (None, os.getppid()) else []
+
+
 class ProgressReporter(PolledSource):
     """Report this rank's progress to its supervisor at each poll."""
 
@@ -168,7 +191,10 @@ def further_sources(
         sources.append(slurm.JobEnd(scontrol.show, lambda whole_s: lead_s(grace_s, whole_s)))
     if world.local_rank == 0:
         sources += _of_this_machine(options.notices, environment)
-        sources += [SupervisorLost(Path(folder))] if folder else []
+        if folder:
+            sources.append(SupervisorLost(Path(folder)))
+        elif kind_of_launch(environment) in (TORCHRUN, ACCELERATE):
+            sources.append(AgentLost())
     return sources
 
 
