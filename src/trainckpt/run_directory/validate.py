@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.attempt import launch
+from trainckpt.attempt import begun_mark, launch
 from trainckpt.attempt.launch import COMMAND_VARIABLE
 from trainckpt.attempt.log import logger
 from trainckpt.errors import ConfigurationError, NothingToResume, TierUnavailable, TrainckptError
@@ -123,7 +123,12 @@ def attach(
         _must_be_new(tier, mode, looks[0]["evidence"], by_name=looks[0]["by name"])
     if len(firsts) > 1:
         _VisibilityProbe(tier, channel, seats, firsts, writer=(holders or firsts)[0]).compare()
-    found = gather_or_raise(channel, "place/can", lambda: _measure(tier, rank), RANKS_TIMEOUT_S)
+
+    def measure() -> dict[str, Any]:
+        begun_mark.leave_mark()  # on every host, before the first attempt is claimed
+        return _measure(tier, rank)
+
+    found = gather_or_raise(channel, "place/can", measure, RANKS_TIMEOUT_S)
     if lost is not None:
         adopted: str = lost
 
@@ -136,10 +141,13 @@ def attach(
 
 
 def _unless_nothing_began(evidence: str) -> str:
-    """Return the evidence of a restart, or "" for Slurm's if no start of the job has begun the run.
+    """Return the evidence of a restart, or "" if no start of the job has begun the run.
 
-    The mark counts once: the same command may run again in this start, and then must find the run.
+    Slurm's mark counts once: the same command may run again in this start, and then must find it.
     """
+    if evidence.startswith(begun_mark.RESTARTS_VARIABLE) and begun_mark.began_nothing():
+        logger.info("%s, but no ranks of this agent had begun a run", evidence)
+        return ""
     name, command = slurm.job_to_requeue(os.environ), os.environ.get(COMMAND_VARIABLE)
     if name is None or not command or not evidence.startswith(slurm.RESTARTS_VARIABLE):
         return evidence
