@@ -68,6 +68,15 @@ def test_where_nobody_listens_it_depends_on_how_far_the_script_is(ranks, ours, w
     assert order(signal.SIGTERM, *ranks, ours=ours).what == what
 
 
+def test_a_torchrun_that_starts_ranks_again_is_told_in_their_place():
+    """Between two starts too, when none of them is there."""
+    for ranks in ([rank(0), rank(1)], [rank(0, alive=False)], [rank(0, "stopped")]):
+        found = about_signal(signal.SIGUSR1, ranks, ours=True, interrupts=0, agent=7)
+        assert found == SignalAction("to ranks", (7,), signal.SIGTERM)
+    assert about_signal(signal.SIGTERM, [], ours=True, interrupts=0, agent=7).what == "end"
+    assert about_signal(signal.SIGINT, [rank(0)], ours=True, interrupts=2, agent=7).what == "kill"
+
+
 def test_a_second_interrupt_kills_whoever_listens():
     assert order(signal.SIGINT, rank(0), interrupts=2).what == "kill"
 

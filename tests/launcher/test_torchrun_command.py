@@ -9,9 +9,11 @@ import pytest
 from trainckpt.cli.main import parse
 from trainckpt.errors import ConfigurationError
 from trainckpt.launcher.torchrun_command import (
+    is_elastic,
     is_silent,
     mentions_us,
     recorded_form,
+    restarts_ranks,
     take_max_restarts,
     torchrun_command,
 )
@@ -39,6 +41,24 @@ def test_restarts_are_taken_from_torchruns_variable_too():
 def test_a_number_of_restarts_that_is_none_is_refused():
     with pytest.raises(ConfigurationError, match="--max-restarts 'x'"):
         take_max_restarts(["--max-restarts", "x"], {})
+
+
+@pytest.mark.parametrize(
+    ("options", "elastic"),
+    [
+        (["--nnodes", "1:4"], True),
+        (["--tee=3", "--nnodes=2:3"], True),
+        (["--nnodes=2:2"], False),
+        (["--nnodes", "2", "--rdzv-id", "1:4"], False),
+        ([], False),
+    ],
+)
+def test_a_launch_whose_number_of_agents_may_change_is_known_by_its_nodes(options, elastic):
+    assert is_elastic(options, {}) is elastic
+    assert is_elastic([], {"PET_NNODES": "1:4"})
+    command = torchrun_command(1, options, ["train.py", "--nnodes", "1:4"])
+    assert restarts_ranks(command) is elastic
+    assert not restarts_ranks(["python", "train.py", "--nnodes=1:4"])
 
 
 def test_a_command_is_recorded_as_torchrun_starts_it():

@@ -75,7 +75,8 @@ class RankStatus:
         exit_code: Intended exit code of its process.
         survives_s: Once another rank has died, its extra seconds: first to find that out, then
             to save. None: it does not save.
-        asked: It has found a notice that came to the ranks alone, such as that of `pause`.
+        asked: It has found a notice that came to the ranks alone, such as that of `pause`, or has
+            stopped for one.
         namespace: Kernel's name of its pid namespace; "": not known. A container's process ids
             differ from those that its supervisor sees.
         deaf: It hears no signals, but notice files: its Checkpointer was not made on main.

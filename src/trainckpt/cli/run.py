@@ -24,6 +24,7 @@ from trainckpt.launcher.supervise import RunResult, supervise
 from trainckpt.launcher.supervisor_record import NAME_VARIABLE, NamedRun
 from trainckpt.launcher.torchrun_command import (
     NPROC_OPTIONS,
+    is_elastic,
     recorded_form,
     split_torchrun_options,
     take_max_restarts,
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 # torchrun's options with which the command is no path of a Python script
 _NO_SCRIPT = {"-m", "--module", "--no-python", "--no_python"}
 _NO_SCRIPT_VARIABLES = {"PET_MODULE", "PET_NO_PYTHON"}  # the same, in the environment
+# Of launches whose number of agents changes. Without the first, ranks do not find each other once
+# an agent has joined. As agents change, torchrun gives ranks 30 s, whatever its own timeout.
+ELASTIC = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TRAINCKPT_GRACE": "30 s"}
 COMPILE_CACHE_VARIABLE = "TRAINCKPT_COMPILE_CACHE"  # of the option
 # None where the command made no Checkpointer, or died too early for its record to say.
 KEYS = ("outcome", "snapshot", "kind", "exactness", "lost_micro_batches", "tiers", "seconds")
@@ -72,6 +76,9 @@ def execute(arguments: argparse.Namespace) -> int:
     with signal_inbox() as inbox:
         options, command = split_torchrun_options(arguments.command)
         options, restarts = take_max_restarts(options)
+        elastic = is_elastic(options)
+        if elastic:  # a new agent would be another member: this one has to start the ranks again
+            options, restarts = [f"--max-restarts={restarts}", *options], 0
         if not command:
             raise ConfigurationError("no script was given", hint="trainckpt run -- train.py")
         _must_be_there(command, options)
@@ -84,6 +91,8 @@ def execute(arguments: argparse.Namespace) -> int:
         digest = command_hash(argv, str(Path.cwd()), run, os.environ)
         first_launch = FirstLaunch(digest, argv, run)
         environment = {COMMAND_VARIABLE: digest}
+        if elastic:
+            environment |= {name: os.environ.get(name, value) for name, value in ELASTIC.items()}
         if arguments.compile_cache is not None:
             environment[COMPILE_CACHE_VARIABLE] = arguments.compile_cache
         result = supervise(

@@ -56,6 +56,7 @@ class LaunchMonitor:
         folder: Folder of the status files of ranks and agent.
         inbox: Signals.
         has_agent: The process is torchrun under our agent, not the script itself.
+        restarts_ranks: torchrun starts ranks again by itself, as agents on other hosts come and go.
         ours: The command is known to use trainckpt.
         named: `--run`, or None.
         dumper: Dumps the processes on request; None: no dumps.
@@ -69,12 +70,14 @@ class LaunchMonitor:
         *,
         has_agent: bool,
         ours: bool,
+        restarts_ranks: bool = False,
         named: NamedRun | None = None,
         dumper: Dumper | None = None,
     ) -> None:
         self._process, self._folder, self._inbox = process, folder, inbox
         self._has_agent, self._ours, self._named = has_agent, ours, named
         self._dumper = dumper
+        self._restarts_ranks = restarts_ranks
         self._seen: dict[int, psutil.Process | None] = {}  # by pid; None: not a rank of ours
         self._namespace, self._elsewhere = namespace_of("self"), dict[tuple[int, str], int]()
         self._children: dict[int, int] = {}  # pid -> the agent's child that it is, or is under
@@ -199,6 +202,7 @@ class LaunchMonitor:
             ours=self._ours or self._imported(),
             nested=self._nested(),
             interrupts=self._inbox.interrupts,
+            agent=self._process.pid if self._restarts_ranks else None,
         )
         name = signal.Signals(number).name
         if signal_policy.may_be_dumped_instead(action, ranks, number) and self._dumped_instead(
@@ -261,7 +265,7 @@ class LaunchMonitor:
                 f"not left (ranks still there: {remaining_ranks or 'none'})",
             )
             return
-        if not signal_policy.someone_is_lost(ranks):
+        if self._restarts_ranks or not signal_policy.someone_is_lost(ranks):
             self._lost_since = None
         elif self._lost_since is None:
             self._lost_since = now

@@ -170,6 +170,7 @@ def about_signal(
     ours: bool,
     interrupts: int,
     nested: tuple[int, ...] = (),
+    agent: int | None = None,
 ) -> SignalAction:
     """Return the action on a signal.
 
@@ -179,12 +180,15 @@ def about_signal(
         ours: The command is known to use trainckpt.
         interrupts: Number of SIGINT so far, this one included.
         nested: Process ids of living nested supervisors.
+        agent: Process id of a torchrun that would start its ranks again after their stop.
     """
     receivers = [rank for rank in ranks if rank.handles_signals]
     if nested and not receivers and interrupts <= 2:  # the second one has it end its ranks at once
         return SignalAction(TO_NESTED, nested, number)
     if interrupts > 1:
         return SignalAction(KILL)
+    if agent is not None and ranks:  # it passes the signal on, and leaves the other hosts' agents
+        return SignalAction(TO_RANKS, (agent,), signal.SIGTERM)
     if receivers:  # one would do; SIGHUP and SIGUSR1 are no notices to every release of a rank
         stop_signal = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
         pids = tuple(rank.status.pid for rank in receivers if not rank.status.deaf)

@@ -41,6 +41,7 @@ from trainckpt.launcher.torchrun_command import (
     is_torchrun,
     likely_run,
     mentions_us,
+    restarts_ranks,
 )
 from trainckpt.preemption.wall_time import STARTED_VARIABLE, process_start_s
 from trainckpt.storage import compile_folder
@@ -278,6 +279,7 @@ def _launch(
                 Path(folder),
                 inbox,
                 has_agent=is_torchrun(start.command),
+                restarts_ranks=restarts_ranks(start.command),
                 ours=start.ours,
                 named=named,
                 dumper=dumpable.dumper(process, Path(folder), logs, named) if dumpable else None,

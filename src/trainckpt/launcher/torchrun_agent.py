@@ -8,6 +8,12 @@
     after a stop    torchrun takes the ranks' exit codes for failures; its report and traceback
                     are left out. For real failures they stay
 
+Where the number of agents may change, torchrun starts its ranks again after a failure. So
+
+    before that         what the ranks before have reported is removed
+    after a notice      that this host or the whole run is to stop, torchrun is told to end. After a
+                        stop for another host's sake it starts its ranks again
+
 Exit code: 0 or 1 as torchrun's, 128 + n if it was ended by a signal.
 """
 
@@ -18,6 +24,7 @@ import json
 import logging
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -31,10 +38,11 @@ from trainckpt.format.attempt_record import STOPPED
 from trainckpt.gc_pause import gc_paused
 from trainckpt.launcher import nested
 from trainckpt.launcher.processes import children
+from trainckpt.launcher.torchrun_command import is_elastic
 from trainckpt.storage.private_files import atomic_write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 
 # ---- Exit records, in the supervisor's folder
@@ -103,7 +111,7 @@ def main() -> int:
     """Run torchrun with this process's arguments; returns the exit code."""
     folder = Path(os.environ.get(SUPERVISOR_VARIABLE) or os.devnull)
     os.environ.setdefault(SIGNALS_VARIABLE, SIGNALS)
-    ends = ExitRecorder(folder)
+    ends = ExitRecorder(folder, on_end=end_after_notice if is_elastic(sys.argv[1:]) else None)
     # Before torchrun takes it from there.
     subprocess.Popen = ends.popen()  # type: ignore[misc, assignment]
     if hasattr(os, "waitid"):
@@ -142,11 +150,21 @@ def all_stopped(folder: Path) -> bool:
     return all(status.how == STOPPED for status in ranks) if ranks else nested.all_stopped(folder)
 
 
-class ExitRecorder:
-    """Notes how the children of this process end, without waiting for them in torchrun's place."""
+def end_after_notice(folder: Path) -> None:
+    """End torchrun, as a scheduler would, if a rank of this host stopped after a notice."""
+    ranks = read_rank_statuses(folder).values()
+    if any(status.how == STOPPED and status.asked for status in ranks):
+        os.kill(os.getpid(), signal.SIGTERM)
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+
+class ExitRecorder:
+    """Notes how the children of this process end, without waiting for them in torchrun's place.
+
+    `on_end` is called after each note, with the folder. Any thread.
+    """
+
+    def __init__(self, folder: Path, on_end: Callable[[Path], object] | None = None) -> None:
+        self._folder, self._on_end = folder, on_end
         self.ranks: list[subprocess.Popen[bytes]] = []
         self._noted: set[int] = set()
         # A child that is noted has its line. Reentrant, since a signal handler may raise just after
@@ -173,6 +191,8 @@ class ExitRecorder:
 
         class Popen(subprocess.Popen[bytes]):
             def __init__(self, *args: Any, **named: Any) -> None:
+                if named.get("start_new_session"):
+                    ends.begin_ranks()
                 super().__init__(*args, **named)
                 self._is_rank = bool(named.get("start_new_session"))
                 if self._is_rank:
@@ -194,6 +214,15 @@ class ExitRecorder:
 
         return Popen
 
+    def begin_ranks(self) -> None:
+        """Forget the ranks before, once all of them have ended: others take their place."""
+        with self._lock:
+            if self.ranks and all(rank.returncode is not None for rank in self.ranks):
+                self.ranks.clear()
+                for pattern in ("rank*.json", "pace*.json", ENDS):
+                    for path in self._folder.glob(pattern):
+                        path.unlink(missing_ok=True)
+
     def note_what_was_waited_for(self) -> None:
         """Note ends seen by a wait that a signal interrupted before its note."""
         for rank in self.ranks:
@@ -206,6 +235,8 @@ class ExitRecorder:
             if pid not in self._noted:
                 write_end(self._folder, RankExit(pid, code, time.time()))
                 self._noted.add(pid)
+                if self._on_end is not None:
+                    self._on_end(self._folder)
 
     def _note_ended(self) -> bool:
         any_ended = False

@@ -28,6 +28,7 @@ def _spellings(*names: str) -> tuple[str, ...]:
 
 RESTARTS_OPTIONS = _spellings("max-restarts")
 RESTARTS_VARIABLE = "PET_MAX_RESTARTS"  # torchrun's own, for the option
+NODES_OPTIONS, NODES_VARIABLE = _spellings("nnodes"), "PET_NNODES"
 NPROC_OPTIONS = _spellings("nproc-per-node")
 MODULE_OPTIONS = ("-m", "--module")
 NO_PYTHON_OPTIONS = _spellings("no-python")
@@ -111,6 +112,26 @@ def take_max_restarts(
             f"--max-restarts {text[:60]!r} is not a number", hint="--max-restarts 3, for example"
         )
     return other_options, int(text)
+
+
+def is_elastic(options: Sequence[str], environment: Mapping[str, str] | None = None) -> bool:
+    """Return True if torchrun's options let the number of agents change: `--nnodes 1:4`."""
+    environment = os.environ if environment is None else environment
+    text = environment.get(NODES_VARIABLE, "")
+    for option, following in pairwise([*options, ""]):
+        name, equals, value = option.partition("=")
+        if name in NODES_OPTIONS:
+            text = value if equals else following
+    fewest, colon, most = text.partition(":")
+    return bool(colon) and fewest != most
+
+
+def restarts_ranks(command: Sequence[str]) -> bool:
+    """Return True if a command is a torchrun that starts its ranks again as agents come and go."""
+    if not is_torchrun(command):
+        return False
+    options = list(command[3:])
+    return is_elastic(options[: options.index("--")] if "--" in options else options)
 
 
 def recorded_form(options: Sequence[str], command: Sequence[str]) -> list[str]:

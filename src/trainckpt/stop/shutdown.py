@@ -26,6 +26,7 @@ from trainckpt.errors import NoAgreement, Stopped, TrainckptError, UnusableSnaps
 from trainckpt.format.attempt_record import ENDED, FAILED, FINISHED, KILLED, STOPPED
 from trainckpt.preemption import kubernetes
 from trainckpt.preemption.slurm import COMMAND_S
+from trainckpt.stop.notice_sources import OF_ONE_HOST
 from trainckpt.stop.requeue import LINGER_S, Requeue
 
 if TYPE_CHECKING:
@@ -143,6 +144,8 @@ class Shutdown:
                 where = f"not saved, {snapshot} stands, {lost} micro-batches are lost"
             logger.info("stopped by %s at %s: %s", reason, cursor, where)
         self.stopped = True
+        if not reason.startswith(OF_ONE_HOST):
+            self._status_writer.update(asked=True)  # it may have reached other ranks alone
         self._end(STOPPED, cursor, self._code, reason)
         self._barrier("stopped")
         for _, loader in self._loaders:
