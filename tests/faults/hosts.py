@@ -1,7 +1,7 @@
-"""Two hosts on one machine: each with a network, mounts, and a name of its own.
+"""Hosts on one machine: each with a network, mounts, and a name of its own.
 
-A host is a network namespace, joined to the other's by a pair of virtual interfaces; every process
-on it has a mount namespace with a tmpfs of the host's own over one folder, and the host's name.
+A host is a network namespace, joined to the others' by a bridge in one more; every process on it
+has a mount namespace with a tmpfs of the host's own over one folder, and the host's name.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import subprocess
 
 from tests import warm
 
-NAMES = ("alpha", "beta")
-_pairs = itertools.count()
+NAMES = ("alpha", "beta", "gamma", "delta")
+_groups = itertools.count()
 # The host's mounts, made once and held by a sleeping process; programs enter them.
 HOLD = """
 set -e
@@ -28,7 +28,7 @@ exec sleep 3600
 
 
 def why_not():
-    """Why this machine cannot hold two hosts, or ""."""
+    """Why this machine cannot hold hosts, or ""."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [t for t in ("ip", "unshare", "nsenter", "mount", "hostname") if not shutil.which(t)]
@@ -45,7 +45,8 @@ class Host:
 
     Attributes:
         name: As its processes see it.
-        address: On the link to the other.
+        address: On the network of all.
+        enter: Words before a command, to start it on this host.
         own: A folder whose content only this host sees.
     """
 
@@ -55,6 +56,10 @@ class Host:
         self.address = f"10.77.0.{number + 1}"
         self._namespace, self._names = names[number], names
         self._number, self._holder = number, None
+
+    @property
+    def enter(self):
+        return ["nsenter", "--net", "--mount", "--uts", "--target", str(self._holder.pid)]
 
     def boot(self):
         """Join the network and mount what is its own."""
@@ -82,8 +87,7 @@ class Host:
 
     def run(self, command):
         """What a command says on this host."""
-        enter = ["nsenter", "--net", "--mount", "--uts", "--target", str(self._holder.pid)]
-        done = subprocess.run([*enter, *command], capture_output=True, text=True, check=False)
+        done = subprocess.run([*self.enter, *command], capture_output=True, text=True, check=False)
         return done.stdout
 
     def python(self, words, **environment):
@@ -106,41 +110,39 @@ class Host:
 
 
 @contextlib.contextmanager
-def two_hosts(server, own):
-    """Two hosts that reach each other, with `own` a folder of each one's own.
+def hosts_of(server, own, number):
+    """So many hosts that reach each other, with `own` a folder of each one's own.
 
     Their programs are forked from this warm server.
     """
-    own.mkdir()
-    names = [f"trainckpt-{os.getpid()}-{next(_pairs)}{side}" for side in "ab"]
-    hosts = [Host(server, number, names, own) for number in (0, 1)]
+    own.mkdir(exist_ok=True)
+    group = f"trainckpt-{os.getpid()}-{next(_groups)}"
+    switch, names = f"{group}s", [f"{group}{name[0]}" for name in NAMES[:number]]
+    hosts = [Host(server, each, names, own) for each in range(number)]
     try:
-        for name in names:
+        for name in (switch, *names):
             subprocess.run(["ip", "netns", "add", name], check=True)
-        subprocess.run(
-            [
-                "ip",
-                "link",
-                "add",
-                "link0",
-                "netns",
-                names[0],
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "link0",
-                "netns",
-                names[1],
-            ],
-            check=True,
-        )
-        for host in hosts:
+        _ip(switch, "link add bridge0 type bridge")
+        _ip(switch, "link set bridge0 up")
+        for each, host in enumerate(hosts):
+            port = f"port{each}"
+            _ip(switch, f"link add {port} type veth peer name link0 netns {names[each]}")
+            _ip(switch, f"link set {port} master bridge0 up")
             host.boot()
         yield hosts
     finally:
         for host in hosts:
             host.down()
+        subprocess.run(["ip", "netns", "del", switch], capture_output=True, check=False)
+
+
+def _ip(namespace, words):
+    subprocess.run(["ip", "-n", namespace, *words.split()], check=True)
+
+
+def two_hosts(server, own):
+    """Two of them."""
+    return hosts_of(server, own, 2)
 
 
 def start_job(hosts, program, *arguments, **environment):

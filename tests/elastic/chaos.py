@@ -1,0 +1,199 @@
+"""Chaos for an elastic torchrun: a random sequence of events at random times, by its seed.
+
+    kill host      an agent with its rank, as if the host had lost its power
+    kill agent     the agent alone; the rank lives on as an orphan
+    kill rank      the rank alone
+    replace        kill host, and a new agent at once
+    add            one more agent, at most four
+    terminate      SIGTERM to an agent, as before a preemption
+
+Once no agent is left the job is submitted again, as a scheduler would do. A case has failed too if
+it does not finish in time, or leaves a process behind.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from tests.elastic import trace
+from tests.elastic.agents import MOST, TORCHRUN, Agents, Place
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+KILL_HOST, KILL_AGENT, KILL_RANK = "kill host", "kill agent", "kill rank"
+REPLACE, ADD, TERMINATE = "replace", "add", "terminate"
+EVENTS = (KILL_HOST, KILL_AGENT, KILL_RANK, REPLACE, ADD, TERMINATE)
+EPOCHS, SAMPLES = 2, 480  # 1 to 4 ranks share them equally
+EVENT_S = 10.0  # the longest pause before an event: an agent starts its rank in about five
+FINISH_S = 240.0  # from the last event to the end of the run
+LEFT_S = 20.0  # for an orphan to notice
+LOOK_S = 0.2
+BUSY_S = 0.05
+
+
+@dataclass(frozen=True)
+class Event:
+    """One of `EVENTS`, so many seconds after the one before.
+
+    `pick` is uniform in [0, 1): which agent.
+    """
+
+    what: str
+    after_s: float
+    pick: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one seed stands for."""
+
+    seed: int
+    agents: int
+    events: tuple[Event, ...]
+
+    @property
+    def words(self) -> str:
+        events = ", ".join(f"{event.what} after {event.after_s:.1f} s" for event in self.events)
+        return f"{self.agents} agents; {events}"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a case ended: `trace`'s verdict, why, and what was done when."""
+
+    verdict: str
+    why: str
+    done: tuple[str, ...]
+
+
+def draw(seed: int) -> Case:
+    """The case of this seed."""
+    random = Random(seed)
+    events = tuple(
+        Event(random.choice(EVENTS), random.uniform(0, EVENT_S), random.random())
+        for _ in range(random.randint(2, 5))
+    )
+    return Case(seed, random.randint(1, MOST), events)
+
+
+class Storm:
+    """One case as it runs."""
+
+    def __init__(self, case: Case, folder: Path, starter: Sequence[str] = TORCHRUN) -> None:
+        self._case = case
+        self._agents = Agents(folder, starter=starter, epochs=EPOCHS, samples=SAMPLES)
+        self._done: list[str] = []
+        self._begun_s = time.monotonic()
+
+    def run(self, references: References) -> Ended:
+        try:
+            finished = self._drive()
+            verdict, why = trace.FAILED, f"not finished {FINISH_S:g} s after the last event"
+            if finished:
+                verdict, why = self._judge(references)
+        finally:
+            self._agents.end()
+        return Ended(verdict, why, tuple(self._done))
+
+    def logs(self) -> str:
+        return self._agents.said(3000)
+
+    def _drive(self) -> bool:
+        """Let the events happen, and wait for the end of the run; False if it does not come."""
+        self._submit()
+        for event in self._case.events:
+            if self._wait(event.after_s):
+                return True
+            self._happen(event)
+        return self._wait(FINISH_S)
+
+    def _wait(self, seconds: float) -> bool:
+        """Submit the job again where nobody is left; True once the run is finished.
+
+        Agents may still be there: torchrun waits 300 s for one that was killed.
+        """
+        until_s = time.monotonic() + seconds
+        while time.monotonic() < until_s:
+            if self._agents.has_finished():
+                return True
+            if not self._agents.running():
+                self._agents.begin_launch()
+                self._submit()
+            time.sleep(LOOK_S)
+        return False
+
+    def _submit(self) -> None:
+        for _ in range(self._case.agents):
+            self._agents.start()
+        self._note(f"{self._case.agents} agents submitted")
+
+    def _happen(self, event: Event) -> None:
+        running = self._agents.running()
+        number = int(event.pick * len(running))
+        what = event.what
+        if what == ADD:
+            if len(running) < MOST:
+                self._agents.start()
+        elif not running:
+            what += " (nobody there)"
+        elif what == KILL_AGENT:
+            self._agents.kill_alone(running[number])
+        elif what == KILL_RANK:
+            self._agents.kill_ranks(running[number])
+        elif what == TERMINATE:
+            running[number].send_signal(signal.SIGTERM)
+        else:
+            self._agents.kill_host(running[number])
+            if what == REPLACE:
+                self._agents.start()
+        self._note(f"{what}, of {len(running)}")
+
+    def _note(self, what: str) -> None:
+        attempts = trace.starts(self._agents.trace)
+        at = f"attempt {attempts[-1].attempt}" if attempts else "no attempt"
+        self._done.append(f"{time.monotonic() - self._begun_s:.1f} s, {at}: {what}")
+
+    def _judge(self, references: References) -> tuple[str, str]:
+        self._note("finished")
+        for agent in self._agents.running():
+            agent.terminate()
+        _, left = psutil.wait_procs(self._agents.left_over(), LEFT_S)
+        if left:
+            return trace.FAILED, f"left behind: {[p.pid for p in left]}"
+        attempts = trace.starts(self._agents.trace)
+        if wrong := trace.wrong_words(attempts, self._agents.said()):
+            return trace.FAILED, wrong
+        return trace.verdict(attempts, EPOCHS, SAMPLES, references.of(attempts[0].world))
+
+
+class References:
+    """What is kept of runs that were never stopped, by their number of ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known: dict[int, Any] = {}
+
+    def of(self, world: int) -> dict[tuple[int, int], trace.Line]:
+        if world not in self._known:
+            agents = Agents(
+                self._folder / f"reference{world}",
+                nodes=(world, world),
+                epochs=EPOCHS,
+                samples=SAMPLES,
+            )
+            try:
+                for _ in range(world):
+                    agents.start(Place())
+                assert set(agents.wait_all()) == {0}, agents.said()
+                self._known[world] = trace.kept(trace.starts(agents.trace))
+            finally:
+                agents.end()
+        return self._known[world]
