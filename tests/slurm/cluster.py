@@ -1,6 +1,6 @@
-"""A real Slurm on this machine: munged, slurmctld and two slurmd on ports and folders of their own.
+"""A real Slurm on this machine: munged, slurmctld, three slurmd on ports and folders of their own.
 
-    nodes       two, with one task each, although there is one machine: each slurmd has its own
+    nodes       three, with one task each, although there is one machine: each slurmd has its own
                 name, port and spool
     partitions  `low` may be preempted and requeued after a grace time; `high` does that
     timers      short where Slurm has them: a requeued job may start again after 6 s, not 120
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
 START_S, END_S = 60.0, 20.0
 GRACE_S = 300
-NODES = ("n1", "n2")
+NODES = ("n1", "n2", "n3")
 
 CONFIGURATION = """
 ClusterName=test
@@ -80,7 +80,7 @@ class Cluster:
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
-        """Bring everything up, until both nodes are idle.
+        """Bring everything up, until all nodes are idle.
 
         Raises:
             CannotStart: says which daemon, and why.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.campaign import launch
-from tests.slurm.cluster import free_ports, wait_for
+from tests.slurm.cluster import NODES, free_ports, wait_for
 from tests.start_commands.pace import SLOW
 from tests.start_commands.started import Run
 
@@ -52,6 +52,11 @@ class Job:
 
     def fields(self) -> dict[str, str]:
         return self.cluster.job(self.id)
+
+    def nodes(self) -> list[str]:
+        """Names of the nodes that it has, or had last."""
+        names = self.fields()["NodeList"]
+        return self.cluster.command("scontrol", "show", "hostnames", names).split()
 
     def said(self) -> str:
         out = self.run.folder / "out"
@@ -101,7 +106,7 @@ def direct(run: Run) -> str:
 def test_a_preempted_job_saves_is_queued_again_and_goes_on_to_the_same_bit(
     cluster, straight, tmp_path
 ):
-    """A job of a higher partition takes both nodes; the low one leaves long before it must."""
+    """A job of a higher partition wants two of three nodes; the low one leaves before it must."""
     run = Run(tmp_path / "r", 2)
     job = Job(cluster, run, "--nodes=2", "--ntasks=2", direct(run))
     job.until_trained(5)
@@ -110,6 +115,36 @@ def test_a_preempted_job_saves_is_queued_again_and_goes_on_to_the_same_bit(
     assert run.record(1).outcome["reason"] == "SIGTERM"
     job.until_finished()
     assert job.fields()["Restarts"] == "1"
+    assert cluster.job(high)["JobState"] == "COMPLETED"
+    run.assert_exact(straight(2))
+
+
+@pytest.fixture
+def undrained(cluster):
+    """Bring back a node that a test drained."""
+    yield
+    for node in NODES:
+        cluster.try_("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    wait_for(lambda: cluster.idle() == set(NODES), LIMIT_S, cluster.said)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("undrained")
+def test_a_job_of_two_nodes_is_preempted_loses_a_node_and_goes_on_with_others(
+    cluster, straight, tmp_path
+):
+    """Each node has its own `trainckpt run`; a node of the first start is drained meanwhile."""
+    run = Run(tmp_path / "r", 2)
+    job = Job(cluster, run, config("preemptible.sbatch"))
+    job.until_trained(5)
+    before = job.nodes()
+    high = cluster.submit("srun true", "-p", "high", "-N2", "-n2", cwd=tmp_path)
+    job.until_stopped(1)
+    cluster.command("scontrol", "update", f"NodeName={before[0]}", "State=DRAIN", "Reason=test")
+    job.until_finished()
+    assert job.fields()["Restarts"] == "1"
+    assert len(before) == len(job.nodes()) == 2
+    assert before[0] not in job.nodes()
     assert cluster.job(high)["JobState"] == "COMPLETED"
     run.assert_exact(straight(2))
 
