@@ -422,6 +422,8 @@ def _record_beginning(
     record_parent(context.channel, record_writer, parent, _facts(context, initial, beginning))
     if initial is not None:
         put(initial.loading)
+        for engine in context.registry.engines:
+            engine.refresh()
     return initial
 
 

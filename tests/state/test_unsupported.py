@@ -80,9 +80,9 @@ def test_modules_of_other_libraries_are_refused_with_what_to_use_instead(library
 @pytest.mark.parametrize(
     ("library", "kind", "instead"),
     [
-        ("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", "save_checkpoint"),
+        ("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", "model=engine"),
         ("deepspeed.runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3", "save_checkpoint"),
-        ("deepspeed.runtime.bf16_optimizer", "BF16_Optimizer", "save_checkpoint"),
+        ("deepspeed.runtime.bf16_optimizer", "BF16_Optimizer", "model=engine"),
         ("accelerate.utils.deepspeed", "DeepSpeedOptimizerWrapper", "save_checkpoint"),
         ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer", "dist_check"),
     ],

@@ -92,11 +92,14 @@ class ProgressCounter:
 
         Returns why they cannot be counted, or "".
         """
+        for engine in registry.engines:  # it steps torch's optimizer once for each parameter group
+            self.watch_calls(engine.zero, "step")
+            return ""
         for generic in registry.generics:
             scaler = generic.target
             # a disabled one is asked for no update where a script steps past it
             if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
-                self.watch_scaler(scaler)
+                self.watch_calls(scaler, "update")  # it may skip an optimizer's step
                 return ""
         for first in registry.optimizers[:1]:
             counted = counted_optimizer(first.optimizer)
@@ -122,17 +125,17 @@ class ProgressCounter:
             inner.register_step_post_hook(untraced(lambda *_: self._count_step(is_inner=True)))
         optimizer.register_step_post_hook(untraced(lambda *_: self._count_step()))
 
-    def watch_scaler(self, scaler: Any) -> None:
-        """Count this GradScaler's updates instead: it may skip an optimizer's step."""
+    def watch_calls(self, stepping: Any, name: str) -> None:
+        """Count the calls of a method, such as the updates of a GradScaler."""
         self._counts_steps_itself = None
-        update = scaler.update
+        method = getattr(stepping, name)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            result = update(*args, **kwargs)
+            result = method(*args, **kwargs)
             self._count_step()
             return result
 
-        scaler.update = counted
+        setattr(stepping, name, counted)
 
     def watch_loader(self, loader: TrackedLoader) -> None:
         """Read batches and samples from the first loader; tell all where a window begins."""

@@ -249,6 +249,11 @@ def _register(contents: Contents, values: dict[str, Any], into: Any) -> Registry
     registry = Registry()
     for name, value in into.items():
         registry.add(str(name), value)
+    for engine in registry.engines:
+        raise ConfigurationError(
+            f"{engine.name} is a DeepSpeed engine, which has copied its weights to partitions",
+            hint="load into the plain module, before deepspeed.initialize",
+        )
     unknown = [name for name in registry.names() if name not in values]
     tracked = sorted(values.keys() - RESERVED)
     _refuse(contents, [f"{name} is not in the snapshot, which has {tracked}" for name in unknown])

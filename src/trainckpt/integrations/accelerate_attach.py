@@ -40,7 +40,8 @@ _RELIED = (
 _MADE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "step")
 _ACCUMULATE = "gradient_accumulation_steps"
 _NEVER = {
-    "DEEPSPEED": "use FSDP2 (fsdp_version=2), or DeepSpeed's own save_checkpoint",
+    "DEEPSPEED": "use FSDP2 (fsdp_version=2), or deepspeed.initialize with a plain Checkpointer "
+    "(docs/deepspeed.md), or DeepSpeed's own save_checkpoint",
     "MEGATRON_LM": "use FSDP2 (fsdp_version=2), or Megatron's dist_checkpointing",
     "XLA": "use CPUs or GPUs",
 }

@@ -129,7 +129,8 @@ def read_state(
 
     destination = Destination(targets.wanted, own=_become_live(registry, manifest.tensors))
     reader.read(targets.wanted, destination, donor=donor)
-    tensors = destination.finish({name: entries[name].dtype for name in targets.wanted})
+    dtypes = {name: entries[name].dtype for name in targets.wanted}
+    tensors = targets.filled(destination.finish(dtypes))
     alike = manifest.world == world.size or is_imported
     compared = entries if alike else manifest.tensors
     # Ranks that train the same samples now, and perhaps did not then, would drift apart with

@@ -183,7 +183,12 @@ def weigh(registry: Registry, *, gradients: bool, own_part: bool = False) -> Sta
         if gradients and parameter.grad is not None:
             there += num_bytes(parameter.grad)
         possible += num_bytes(parameter) if parameter.requires_grad else 0
+    for engine in registry.engines:
+        there += sum(map(num_bytes, engine.window_tensors())) if gradients else 0
+        possible += engine.buffer_bytes
     for optimizer in registry.optimizers:
+        if optimizer.is_partitioned:
+            state += sum(map(num_bytes, optimizer.parameters()))
         for items in list(optimizer.optimizer.state.values()):
             if isinstance(items, dict):
                 values = list(items.values())

@@ -267,6 +267,16 @@ def _outside_gradients(registry: Registry, saved: Saved) -> None:
         fsdp.apply(model.wrapped, tree, saved)
 
 
+def _engines(registry: Registry, saved: Saved) -> None:
+    for engine in registry.engines:
+        engine.apply(saved)
+
+
+def _engine_gradients(registry: Registry, saved: Saved) -> None:
+    for engine in registry.engines:
+        engine.apply_window(saved)
+
+
 def _loaders(registry: Registry, saved: Saved) -> None:
     for loader in registry.loaders:
         if loader.name in saved.values:  # not in one that was imported
@@ -276,7 +286,10 @@ def _loaders(registry: Registry, saved: Saved) -> None:
 BUCKETS, HOOKS = "DDP bucket order", "DDP communication hooks"
 # Not restored under a changed layout: the window begins anew.
 OF_THE_WINDOW = frozenset(
-    {BUCKETS, HOOKS, "DDP forward sync", "DDP used parameters", "gradients", "FSDP2's gradients"}
+    (
+        *(BUCKETS, HOOKS, "DDP forward sync", "DDP used parameters", "gradients"),
+        *("FSDP2's gradients", "DeepSpeed's gradients"),
+    )
 )
 STEPS: tuple[tuple[str, Callable[[Registry, Saved], None]], ...] = (
     (BUCKETS, _bucket_order),
@@ -286,9 +299,11 @@ STEPS: tuple[tuple[str, Callable[[Registry, Saved], None]], ...] = (
     ("DDP forward sync", _forward_sync),
     ("objects", _generics),  # some load their own optimizer, and so cast its moments
     ("optimizers", _optimizers),
+    ("DeepSpeed's counters", _engines),
     (plain_tensors.PART, _plain_tensors),
     ("DDP used parameters", _used_parameters),
     ("gradients", _gradients),
     ("FSDP2's gradients", _outside_gradients),
+    ("DeepSpeed's gradients", _engine_gradients),
     (LOADERS, _loaders),
 )

@@ -100,11 +100,7 @@ def capture(registry: Registry) -> Captured:
         loader.capture(out)
     out.values[LOADERS] = [loader.name for loader in registry.loaders]
     gradients.capture(out, registry.trained_parameters())
-    out.values[FSDP] = {}
-    for model in registry.models:
-        outside = fsdp.capture(model.wrapped, model.name, out)
-        if outside is not None:
-            out.values[FSDP][model.name] = outside
+    _capture_hidden_gradients(registry, out)
     tracked_file.capture(out, registry.files)
     tracked_run.capture(out, registry.runs, registry.left_s())
     attributes.capture_generators(registry.watched, out)
@@ -116,6 +112,17 @@ def capture(registry: Registry) -> Captured:
     # Any thread may read the copies made above. Also devices without parameters.
     device_copy.finish(out.tensors.values())
     return out
+
+
+def _capture_hidden_gradients(registry: Registry, out: Captured) -> None:
+    """Add gradients that are no parameter's: FSDP2's, and those of a DeepSpeed engine."""
+    out.values[FSDP] = {}
+    for model in registry.models:
+        outside = fsdp.capture(model.wrapped, model.name, out)
+        if outside is not None:
+            out.values[FSDP][model.name] = outside
+    for engine in registry.engines:
+        engine.capture(out)
 
 
 def _capture_modes(registry: Registry, out: Captured) -> None:

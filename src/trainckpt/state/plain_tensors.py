@@ -51,13 +51,16 @@ class PlainTensors:
         self,
         owners: Iterable[tuple[str, Any, frozenset[str]]],
         parameters: Callable[[], Mapping[str, torch.Tensor]] = dict,
+        elsewhere: frozenset[str] = frozenset(),
     ) -> None:
         """Note the tensors that are there.
 
         Args:
             owners: Name of each module and optimizer, itself, and the attributes to leave alone.
             parameters: Returns the present parameters by name.
+            elsewhere: Attributes of parameters that are captured elsewhere.
         """
+        self._elsewhere = elsewhere
         self._parameters = parameters
         self._owners = {
             name: (owner, skipped | {"state", "param_groups", "defaults"})
@@ -108,7 +111,7 @@ class PlainTensors:
                     yield f"{prefix}.{key}", value
         for name, parameter in self._parameters().items():
             for key, value in list(vars(parameter).items()):
-                if next(_leaves(value), None) is not None:
+                if key not in self._elsewhere and next(_leaves(value), None) is not None:
                     yield f"{name}.{key}", value
 
     def _is_first(self, name: str, value: Any) -> bool:

@@ -30,6 +30,7 @@ from trainckpt.state import (
 from trainckpt.state.adapters import (
     ddp,
     ddp_hooks,
+    deepspeed_engine,
     fsdp,
     gradients,
     rng,
@@ -37,9 +38,11 @@ from trainckpt.state.adapters import (
     tracked_run,
 )
 from trainckpt.state.adapters.ddp import inner_optimizer, unwrap, unwrap_optimizer
+from trainckpt.state.adapters.deepspeed_engine import EngineState
 from trainckpt.state.adapters.loader import LoaderState
 from trainckpt.state.adapters.model import ModelState, keeps_own_state
 from trainckpt.state.adapters.optimizer import OptimizerState, inner_optimizers
+from trainckpt.state.adapters.partitioned_optimizer import PartitionedOptimizerState
 from trainckpt.state.adapters.stateful import (
     GenericState,
     MetricState,
@@ -69,6 +72,7 @@ V = TypeVar("V")
 RESERVED = frozenset(
     (
         *(DDP, FSDP, LOADERS, VALUES, gradients.PART, rng.PART, tracked_file.PART),
+        *(deepspeed_engine.PART, deepspeed_engine.WINDOW),
         tracked_run.PART,
         *(attributes.PART, attributes.GENERATORS, script_randomness.GENERATORS_PART),
         *(script_randomness.EPOCH_HEAD_PART, plain_tensors.PART, open_loaders.PART),
@@ -82,6 +86,7 @@ class Registry:
 
     Attributes:
         models, optimizers, generics, loaders: The adapters, one a tracked object.
+        engines: DeepSpeed engines; their modules and optimizers are among the others.
         files: Tracked files, which have a length and no other state.
         runs: Runs of experiment trackers, by name.
         left_s: Returns the seconds before a stop's deadline; None: there is none.
@@ -105,6 +110,7 @@ class Registry:
         self.optimizers: list[OptimizerState] = []
         self.generics: list[GenericState] = []
         self.loaders: list[LoaderState] = []
+        self.engines: list[EngineState] = []
         self.files: list[TrackedFile] = []
         self.runs: dict[str, TrackedRun] = {}
         self.left_s: Callable[[], float | None] = lambda: None
@@ -128,6 +134,9 @@ class Registry:
         if isinstance(value, (list, tuple)):
             for i, item in enumerate(value):
                 self.add(f"{name}.{i}", item)
+            return
+        if deepspeed_engine.is_engine(value):
+            self._add_engine(name, value)
             return
         refuse(value, name)
         value = unwrap_optimizer(value)
@@ -157,8 +166,28 @@ class Registry:
                 else "check the keyword's spelling, or give the object both methods",
             )
 
+    def _add_engine(self, name: str, engine: Any) -> None:
+        """Track the module and the optimizer of a DeepSpeed engine; its schedule follows later."""
+        state = EngineState(name, engine)
+        if self.tracks(state.inner):
+            raise ConfigurationError(
+                f"{self._owners[id(state.inner)]} is the optimizer inside the DeepSpeed engine "
+                f"{name}",
+                hint=f"leave it out: {name}= tracks the engine's optimizer too",
+            )
+        self._claim(name, engine)
+        self.add(name, engine.module)
+        optimizer = PartitionedOptimizerState(f"{name}.optimizer", state)
+        self._claim(optimizer.name, state.inner)
+        self.optimizers.append(optimizer)
+        self.engines.append(state)
+
     def add_implied(self) -> None:
-        """Track unnamed metrics in models, and unnamed optimizers in objects."""
+        """Track unnamed metrics in models, schedules of engines, and optimizers in objects."""
+        for engine in self.engines:
+            schedule = engine.engine.lr_scheduler
+            if schedule is not None and not self.tracks(schedule):
+                self.add(f"{engine.name}.scheduler", schedule)
         for model in self.models:
             tracked = [g.target for g in self.generics if isinstance(g.target, MetricState)]
             metrics = metrics_in(model.module)
@@ -187,7 +216,8 @@ class Registry:
     @cached_property
     def plain_tensors(self) -> PlainTensors:
         """Return the tensors in plain attributes; the first use is at the start."""
-        return PlainTensors(self.watched.owners(), self.model_parameters)
+        elsewhere = deepspeed_engine.ATTRIBUTES if self.engines else frozenset()
+        return PlainTensors(self.watched.owners(), self.model_parameters, elsewhere)
 
     def _add_inner_optimizers(self) -> None:
         """Track the optimizers inside tracked objects, as `<name>.<attribute>`.
@@ -339,13 +369,15 @@ class Registry:
         }
 
     def trained_parameters(self) -> dict[str, torch.Tensor]:
-        """Return name -> tensor, for all parameters of models, and else of optimizers."""
+        """Return name -> tensor, for all parameters of models, and others of optimizers."""
         return self._once("trained", self._find_trained)
 
     def _find_trained(self) -> dict[str, torch.Tensor]:
         found = dict(self.model_parameters())
         seen = {id(p) for p in found.values()}
         for optimizer in self.optimizers:
+            if optimizer.is_partitioned:  # the gradients of partitions exist within a step alone
+                continue
             for i, group in enumerate(optimizer.optimizer.param_groups):
                 for j, parameter in enumerate(group["params"]):
                     if id(parameter) not in seen:

@@ -18,7 +18,8 @@ from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import json_io
 from trainckpt.format.layout import Box, replicated, whole
 from trainckpt.state import dtensor
-from trainckpt.state.adapters import fsdp, gradients
+from trainckpt.state.adapters import deepspeed_engine, fsdp, gradients
+from trainckpt.state.adapters.partitioned_optimizer import filled, is_divided, rows_of
 from trainckpt.state.capture import DDP, FSDP
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     Wrap = Callable[[torch.Tensor], torch.Tensor]
 
 CANNOT_BE_DIVIDED = "is another one on each rank, so it cannot be divided anew"
-OF_THE_WINDOW = frozenset({gradients.PART, FSDP, DDP})
+OF_THE_WINDOW = frozenset({gradients.PART, FSDP, DDP, deepspeed_engine.WINDOW})
 
 
 @dataclass
@@ -45,13 +46,24 @@ class Targets:
         exact: Every tensor has its saved layout.
         wanted: Tensor -> box of the whole as stored; None: all of it.
         wraps: Tensor -> function from the restored tensor to the sharded one.
+        lengths: Tensor -> length of this rank's partition now, for those of DeepSpeed's.
         problems: Tensors with no place in the live state, one sentence each.
     """
 
     exact: bool
     wanted: dict[str, Box | None] = field(default_factory=dict)
     wraps: dict[str, Wrap] = field(default_factory=dict)
+    lengths: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+
+    def filled(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors read, partitions with the zeros that they have at their end now."""
+        return tensors | {n: filled(tensors[n], length) for n, length in self.lengths.items()}
+
+    def want_rows(self, name: str, part: torch.Tensor, entry: TensorEntry) -> None:
+        """Request the rows of a partition."""
+        rank, length = torch.distributed.get_rank(), part.numel()
+        self.wanted[name], self.lengths[name] = rows_of(rank, length, entry.shape[0]), length
 
     def want(self, name: str, tensor: torch.Tensor, entry: TensorEntry) -> None:
         """Request the saved data of a live tensor: the part on this rank."""
@@ -94,6 +106,8 @@ def find_targets(
         for model in registry.models:
             tree = units.get(model.name)
             exact = exact and not fsdp.differences(model.wrapped, model.name, tree)
+    engines = values.get(deepspeed_engine.PART)
+    exact = exact and all(engine.is_as_saved(engines) for engine in registry.engines)
     found = Targets(exact)
     for name, tensor in live.items():
         if name in entries and _fits(tensor, entries[name]):
@@ -137,13 +151,24 @@ class _TargetFinder:
         state = tree.get("state")
         for name, items in state.items() if isinstance(state, dict) else ():
             for node in _nodes(items):
-                self.node(node, parameters.get(name))
+                if not (optimizer.is_partitioned and self._rows(node, parameters.get(name))):
+                    self.node(node, parameters.get(name))
         for key, part in tree.items():
             for node in _nodes(part) if key != "state" else ():
                 self.node(node, None)
         for name, parameter in optimizer.untracked(names).items():
+            if optimizer.is_partitioned and self._rows({"$tensor": name}, parameter):
+                continue
             if name in self._entries and _fits(parameter, self._entries[name]):
                 self._found.want(name, parameter, self._entries[name])
+
+    def _rows(self, node: dict[str, Any], part: torch.Tensor | None) -> bool:
+        """Add the target of a tensor stored as partitions; False if it is stored otherwise."""
+        entry = self._entries.get(node["$tensor"]) if isinstance(node["$tensor"], str) else None
+        if part is None or entry is None or not is_divided(entry):
+            return False
+        self._found.want_rows(node["$tensor"], part, entry)
+        return True
 
     def node(self, node: dict[str, Any], parameter: torch.Tensor | None) -> None:
         """Add the target of one stored tensor."""

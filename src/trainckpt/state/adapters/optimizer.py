@@ -56,7 +56,10 @@ class OptimizerState:
             saved". The saved values apply.
         implied: Tracked because another tracked object steps by it. Snapshots of older releases
             lack it.
+        is_partitioned: Its parameters are parts of flat ones, divided over the ranks.
     """
+
+    is_partitioned = False
 
     def __init__(
         self, name: str, optimizer: torch.optim.Optimizer, *, implied: bool = False

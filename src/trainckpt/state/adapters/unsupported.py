@@ -1,7 +1,8 @@
 """Refuse unsupported kinds of objects, and name the alternative.
 
-They are recognized by the names of classes and their modules, over all base classes. Nothing is
-imported, and a script's class of the same name is not affected.
+Objects are recognized by the names of classes and their modules, over all base classes. Nothing is
+imported, and a script's class of the same name is not affected. DeepSpeed's engine with ZeRO-1 or 2
+is tracked by `deepspeed_engine`, and comes here inside another module only.
 """
 
 from __future__ import annotations
@@ -27,6 +28,12 @@ _FSDP1 = _Rule(
     "FSDP1's FullyShardedDataParallel, which flattens parameters and hides their gradients",
     "use torch.distributed.fsdp.fully_shard (FSDP2)",
 )
+_ZERO_1_OR_2 = _Rule(
+    ("deepspeed.runtime.zero.stage_1_and_2", "deepspeed.runtime.bf16_optimizer"),
+    ("DeepSpeedZeroOptimizer", "BF16_Optimizer"),
+    "the optimizer inside a DeepSpeed engine",
+    "leave it out: model=engine tracks the engine's optimizer too",
+)
 _DEEPSPEED = _Rule(
     (
         "deepspeed.runtime.engine",
@@ -41,7 +48,8 @@ _DEEPSPEED = _Rule(
     ),
     (),
     "DeepSpeed's, which keeps parameters, gradients and optimizer state in partitions of its own",
-    "use torch.distributed.fsdp.fully_shard (FSDP2), or DeepSpeed's own save_checkpoint",
+    "use a plain engine with ZeRO-1 or ZeRO-2, torch.distributed.fsdp.fully_shard (FSDP2), or "
+    "DeepSpeed's own save_checkpoint",
 )
 _MEGATRON = _Rule(
     (
@@ -66,7 +74,7 @@ _PARALLEL_UNDER_DDP = (
     "has tensor-parallel parameters under DDP, which a forward takes away from the module",
     "in place of DDP use torch.distributed.fsdp.fully_shard over the mesh's data dimension",
 )
-_RULES = (_FSDP1, _DEEPSPEED, _MEGATRON, _ZERO1)
+_RULES = (_FSDP1, _ZERO_1_OR_2, _DEEPSPEED, _MEGATRON, _ZERO1)
 
 
 def refusal(value: object, name: str) -> str | None:
