@@ -161,7 +161,11 @@ class Agents:
         newest = max(records, key=lambda record: int(record.stem), default=None)
         outcome = json.loads(newest.read_text()).get("outcome") if newest is not None else None
         is_over = outcome is not None and outcome["outcome"] == "finished"
-        return is_over and not any(map(_is_rank, self.left_over()))
+        return is_over and not self.left_ranks()
+
+    def left_ranks(self) -> list[psutil.Process]:
+        """Every rank that lives."""
+        return [process for process in self.left_over() if _is_rank(process)]
 
     def left_over(self) -> list[psutil.Process]:
         """Every process of the script that lives."""

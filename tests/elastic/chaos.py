@@ -32,21 +32,24 @@ KILL_HOST, KILL_AGENT, KILL_RANK = "kill host", "kill agent", "kill rank"
 REPLACE, ADD, TERMINATE = "replace", "add", "terminate"
 EVENTS = (KILL_HOST, KILL_AGENT, KILL_RANK, REPLACE, ADD, TERMINATE)
 EPOCHS, SAMPLES = 2, 480  # 1 to 4 ranks share them equally
-EVENT_S = 10.0  # the longest pause before an event: an agent starts its rank in about five
+EVENT_S = 5.0  # the longest pause before an event
+TRAINS = 0.7  # the share of events that come once the ranks train again after the one before
+TRAINS_WITHIN_S = 40.0  # no longer: the event before may have left nobody
 FINISH_S = 240.0  # from the last event to the end of the run
-LEFT_S = 20.0  # for an orphan to notice
+LEFT_S = 10.0  # for agents to leave, and orphans to notice that theirs is gone
 LOOK_S = 0.2
 BUSY_S = 0.05
 
 
 @dataclass(frozen=True)
 class Event:
-    """One of `EVENTS`, so many seconds after the one before.
+    """One of `EVENTS`, so many seconds after the one before, or after ranks have trained since.
 
     `pick` is uniform in [0, 1): which agent.
     """
 
     what: str
+    trains: bool
     after_s: float
     pick: float
 
@@ -78,8 +81,13 @@ def draw(seed: int) -> Case:
     """The case of this seed."""
     random = Random(seed)
     events = tuple(
-        Event(random.choice(EVENTS), random.uniform(0, EVENT_S), random.random())
-        for _ in range(random.randint(2, 5))
+        Event(
+            random.choice(EVENTS),
+            random.random() < TRAINS,
+            random.uniform(0, EVENT_S),
+            random.random(),
+        )
+        for _ in range(random.randint(2, 4))
     )
     return Case(seed, random.randint(1, MOST), events)
 
@@ -91,6 +99,7 @@ class Storm:
         self._case = case
         self._agents = Agents(folder, starter=starter, epochs=EPOCHS, samples=SAMPLES)
         self._done: list[str] = []
+        self._seen = 0
         self._begun_s = time.monotonic()
 
     def run(self, references: References) -> Ended:
@@ -110,25 +119,37 @@ class Storm:
         """Let the events happen, and wait for the end of the run; False if it does not come."""
         self._submit()
         for event in self._case.events:
+            if event.trains and self._wait(TRAINS_WITHIN_S, for_attempt=True):
+                return True
             if self._wait(event.after_s):
                 return True
             self._happen(event)
         return self._wait(FINISH_S)
 
-    def _wait(self, seconds: float) -> bool:
+    def _wait(self, seconds: float, *, for_attempt: bool = False) -> bool:
         """Submit the job again where nobody is left; True once the run is finished.
 
         Agents may still be there: torchrun waits 300 s for one that was killed.
+
+        `for_attempt`: Only until an attempt trains that did not when this was called last.
         """
         until_s = time.monotonic() + seconds
         while time.monotonic() < until_s:
             if self._agents.has_finished():
                 return True
+            if for_attempt and (newest := self._newest()) > self._seen:
+                self._seen = newest
+                return False
             if not self._agents.running():
                 self._agents.begin_launch()
                 self._submit()
             time.sleep(LOOK_S)
         return False
+
+    def _newest(self) -> int:
+        """The newest attempt that has trained; 0: none."""
+        starts = trace.starts(self._agents.trace)
+        return max((start.attempt for start in starts if any(start.lines.values())), default=0)
 
     def _submit(self) -> None:
         for _ in range(self._case.agents):
@@ -163,15 +184,13 @@ class Storm:
 
     def _judge(self, references: References) -> tuple[str, str]:
         self._note("finished")
-        for agent in self._agents.running():
-            agent.terminate()
-        _, left = psutil.wait_procs(self._agents.left_over(), LEFT_S)
-        if left:
-            return trace.FAILED, f"left behind: {[p.pid for p in left]}"
+        psutil.wait_procs(self._agents.left_over(), LEFT_S)
+        if left := self._agents.left_ranks():
+            return trace.FAILED, f"left behind: {[rank.pid for rank in left]}"
         attempts = trace.starts(self._agents.trace)
         if wrong := trace.wrong_words(attempts, self._agents.said()):
             return trace.FAILED, wrong
-        return trace.verdict(attempts, EPOCHS, SAMPLES, references.of(attempts[0].world))
+        return trace.verdict(attempts, EPOCHS, SAMPLES, references.of(attempts[-1].world))
 
 
 class References:

@@ -1,6 +1,6 @@
 """What the ranks of an elastic run have trained, and the verdict on it.
 
-exact        one number of ranks throughout, and every line is that of a run that was never stopped
+exact        every line is that of a run that was never stopped, on as many ranks
 same data    the number of ranks changed: every sample of every epoch once. Ranks of equal lengths
              need padding, at the end of an epoch: less than one sample for each rank and resume
 failed       all else
@@ -94,17 +94,15 @@ def verdict(
     Args:
         attempts: Of a finished run.
         epochs, samples: Of its training.
-        reference: What a run on the first attempt's number of ranks keeps, never stopped.
+        reference: What a run on the last attempt's number of ranks keeps, never stopped.
     """
     lines = kept(attempts)
-    worlds = {start.world for start in attempts if any(start.lines.values())}
-    if len(worlds) == 1 and reference is not None:
-        differing = [
-            place for place in {*lines, *reference} if lines.get(place) != reference.get(place)
-        ]
-        if differing:
-            return FAILED, f"differs from the uninterrupted run from {min(differing)} on"
-        return EXACT, f"{len(lines)} lines on {worlds.pop()} ranks"
+    if reference is not None and lines == reference:
+        return EXACT, f"{len(lines)} lines on {attempts[-1].world} ranks"
+    if reference is not None and len({start.world for start in attempts}) == 1:
+        places = {*lines, *reference}
+        first = min(place for place in places if lines.get(place) != reference.get(place))
+        return FAILED, f"differs from the uninterrupted run from {first} on"
     padding = sum(start.world - 1 for start in attempts)
     for epoch in range(epochs):
         counts = Counter(line.sample for line in lines.values() if line.epoch == epoch)
