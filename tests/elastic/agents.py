@@ -119,6 +119,13 @@ class Agents:
         self.started.append(agent)
         return agent
 
+    def train_slowly(self) -> None:
+        """Let no run end before its last event; until `train_quickly`."""
+        (self.trace / "slowly").touch()
+
+    def train_quickly(self) -> None:
+        (self.trace / "slowly").unlink()
+
     def running(self) -> list[subprocess.Popen[bytes]]:
         return [agent for agent in self.started if agent.poll() is None]
 

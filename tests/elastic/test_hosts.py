@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.elastic import trace
 from tests.elastic.agents import TORCHRUN, TRAINCKPT_RUN, Agents, Place
 from tests.elastic.test_elastic import ends, until
 from tests.faults import hosts
@@ -30,38 +28,28 @@ def places(server):
 
 @pytest.mark.parametrize("starter", [TORCHRUN, TRAINCKPT_RUN], ids=["torchrun", "trainckpt run"])
 def test_hosts_come_and_are_lost_replaced_and_told_to_leave(tmp_path, places, starter):
-    agents = Agents(tmp_path / "job", starter=starter, epochs=1, samples=360, store_at=places[0])
+    agents = Agents(tmp_path / "job", starter=starter, epochs=1, samples=320, store_at=places[0])
+    agents.train_slowly()
     try:
         alpha = agents.start(places[0])
-        until(agents, 1, 6)
+        one = until(agents, ranks=1)
         beta = agents.start(places[1])
-        until(agents, 2, 6)
+        two = until(agents, ranks=2, after=one)
         agents.kill_host(beta)
         beta = agents.start(places[1])  # replaced, before or after alpha goes on alone
-        grown = _with(agents, ranks=2, after=2)
+        grown = until(agents, ranks=2, after=two)
         agents.kill_alone(alpha)
-        alone = _with(agents, ranks=1, after=grown.attempt)
+        alone = until(agents, ranks=1, after=grown)
         for place in (places[0], places[2], places[3]):
             agents.start(place)
-        four = _with(agents, ranks=4, after=alone.attempt)
+        four = until(agents, ranks=4, after=alone)
         leaving = [agent for agent in agents.running() if agent is not beta]
         for agent in leaving:
             agent.send_signal(signal.SIGTERM)
         for agent in leaving:
             assert agent.wait(HANG_S) == (75 if starter is TRAINCKPT_RUN else 1), agents.said()
-        last = _with(agents, ranks=1, after=four.attempt)
-        attempts = ends(agents, samples=360)
-        assert attempts[-1].attempt == last.attempt
+        last = until(agents, ranks=1, after=four)
+        attempts = ends(agents, samples=320)
+        assert attempts[-1].attempt == last
     finally:
         agents.end()
-
-
-def _with(agents, *, ranks, after):
-    """Wait until so many ranks train in an attempt after this one; the attempt."""
-    end_s = time.monotonic() + HANG_S
-    while time.monotonic() < end_s:
-        for start in trace.starts(agents.trace):
-            if start.attempt > after and start.world == ranks and len(start.lines.get(0, ())) > 2:
-                return start
-        time.sleep(0.05)
-    raise AssertionError(agents.said())

@@ -1,7 +1,7 @@
 """A script for torchrun with a number of agents that changes: train.py RUN TRACE EPOCHS SAMPLES.
 
 Each rank of each attempt writes TRACE/<attempt>.<rank>: a line where it begins, and one for each
-micro-batch after its step.
+micro-batch after its step. While there is a file TRACE/slowly, it trains slowly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import trainckpt
 
-PACE_S = 0.05  # a micro-batch, so that agents have time to come and go
+PACE_S, SLOW_PACE_S = 0.05, 0.5  # a micro-batch, so that agents have time to come and go
 NOBODY_CAME_S = 20.0  # a rank that waits so long for another fails, and is started again
 
 
@@ -66,7 +66,7 @@ def main(place: str, trace: str, epochs: int, samples: int) -> None:
                     optimizer.zero_grad()
                     line = [step, epoch, numbers.item(), loss.item().hex()]
                     print(json.dumps(line), file=file, flush=True)
-                    time.sleep(PACE_S)
+                    time.sleep(SLOW_PACE_S if Path(trace, "slowly").exists() else PACE_S)
     torch.distributed.destroy_process_group()
 
 
