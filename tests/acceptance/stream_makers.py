@@ -361,6 +361,7 @@ def makers(examples):
         "WebDataset, .shuffle(seed)": of_tars(change=lambda rows: rows.shuffle(10, seed=3)),
         "WebDataset, .shuffle without a seed": of_tars(change=lambda rows: rows.shuffle(10)),
         "WebDataset, shardshuffle, seed": of_tars(shardshuffle=4, seed=3),
+        "WebDataset, shardshuffle without a seed": of_tars(shardshuffle=4),
         "WebDataset, detshuffle of shards and samples": in_other_orders,
         "WebDataset, nodesplitter": of_tars(nodesplitter=every_second),
         "webdataset.WebLoader": web_loader,

@@ -10,6 +10,7 @@ being opened, say; a dictionary that grows is a cache.
 from __future__ import annotations
 
 import copy
+import itertools
 import sys
 import warnings
 from collections import Counter, deque
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _POLLS = 4  # number of first batches after which attributes are compared
 _PLAIN = (int, float, str, bytes)
 _SEQUENCES = (list, tuple, deque)
+_COUNTER = itertools.count
 _OF_MODULES = ("._parameters", "._buffers")  # of a model that training changes
 _WHOLE = 4096  # items of a sequence that are all compared
 _ENDS = 8  # compared items at each end of a sequence, besides its length
@@ -127,6 +129,11 @@ class Watch:
         self._changes = Counter[str]()
         self._polls = 0
 
+    def forget_changes(self) -> None:
+        """Leave out what has changed since the last poll."""
+        if self._polls < _POLLS:
+            self._values = dict(plain_values(self._roots))
+
     def poll_changes(self, kept: Collection[str] = ()) -> Seen | None:
         """Return the changing attributes after one of the first batches; None after later ones.
 
@@ -204,7 +211,7 @@ def _class_defaults(kind: type) -> dict[str, Any]:
 
 def _is_compared(value: Any) -> bool:
     kind = type(value)
-    return kind in (*_PLAIN, *_SEQUENCES) or is_tensor(value)
+    return kind in (*_PLAIN, *_SEQUENCES, _COUNTER) or is_tensor(value)
 
 
 def is_tensor(value: Any) -> bool:
@@ -223,6 +230,8 @@ def _whole(value: Any) -> str:
 def _digest(value: Any, depth: int = 0) -> Any:
     if type(value) in _PLAIN:
         return value
+    if type(value) is _COUNTER:
+        return repr(value)  # has the next number, and draws none
     if is_tensor(value):
         return fingerprint(value)
     if type(value) in _SEQUENCES and depth < 2:

@@ -3,7 +3,8 @@
 lists, arrays and     digests of some hundred items each, as the process began: indices of a
 tensors               split, names of files. If a resumed process begins with another digest,
                       other samples stand at the same indices, and that is reported. The same for
-                      those that the run has replaced since, and tensors and arrays written since
+                      those that the run has replaced since, and tensors and arrays written since,
+                      except in a stream
 functions and         their class or name, and numbers, if the run has replaced them since: a
 transforms            transform that is chosen at one epoch
 samples in a dict     digests of a few. A resume begins with an empty cache; if the same key gets
@@ -55,8 +56,10 @@ class ComparedContent:
         self._loader = loader
         self._name = name
         self._report = report
-        is_stream = isinstance(loader.dataset, IterableDataset)
-        self._as_begun = {} if is_stream else content(loader.dataset)
+        self._as_begun = content(loader.dataset)
+        is_stream = isinstance(
+            loader.dataset, IterableDataset
+        )  # which may write them as it is read
         self._marks = {} if is_stream else marks(loader.dataset)
         self._cached_before: dict[str, list[Any]] = {}  # of before a stop, not made again
 

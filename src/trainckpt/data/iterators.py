@@ -28,6 +28,7 @@ from torch.utils.data import dataloader as torch_loader
 from trainckpt.data.pass_history import fingerprint
 from trainckpt.data.worker import (
     BatchWithRng,
+    PassEnd,
     RngCollate,
     WorkerStart,
     kill_on_shutdown,
@@ -62,6 +63,8 @@ _RELIED_ON: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (_Multi._reset, ("_tasks_outstanding",)),
     (_Multi._try_put_index, ("_next_index", "_worker_queue_idx_cycle")),
     (_Multi._next_data, ("_process_data", "_get_data", "_task_info")),
+    (_Multi._next_data, ("_IterableDatasetStopIteration",)),
+    (_utils.worker._worker_loop, ("_IterableDatasetStopIteration",)),
 )
 
 _DIGESTS = 32  # more than there are batches after a state under trial (see `stream_trials.Trial`)
@@ -97,10 +100,13 @@ class Progress:
 
     def record(self, batch: BatchWithRng) -> None:
         """Record the worker state that came with a consumed batch."""
-        changed = batch.changed_states()
-        if changed:
-            self.workers[batch.worker] = {**self.workers.get(batch.worker, {}), **changed}
+        self.record_states(batch.worker, batch.changed_states())
         self.record_changes(batch.worker, batch.changing_attributes())
+
+    def record_states(self, worker: int, changed: dict[str, Any]) -> None:
+        """Record the states of a worker that changed."""
+        if changed:
+            self.workers[worker] = {**self.workers.get(worker, {}), **changed}
 
     def record_changes(self, worker: int, seen: Seen | None) -> None:
         """Record the attributes of the data that were seen to change."""
@@ -152,8 +158,12 @@ def make_iterator(loader: DataLoader[Any], progress: Progress, plan: Plan) -> An
     if loader.num_workers == 0:
         return InProcessIterator(loader, progress, plan)
     context = loader.multiprocessing_context or torch.multiprocessing
-    tap = RngCollate(loader.collate_fn, carries=not isinstance(loader.dataset, IterableDataset))
-    loader.worker_init_fn = WorkerStart(loader.worker_init_fn, plan.workers, tap)
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    tap = RngCollate(loader.collate_fn, carries=not is_stream)
+    sends_end = is_stream and loader.persistent_workers
+    loader.worker_init_fn = WorkerStart(
+        loader.worker_init_fn, plan.workers, tap, sends_end=sends_end
+    )
     loader.collate_fn = tap
     with signals_blocked(context.get_start_method()):
         iterator = WorkersIterator(loader, progress, plan)
@@ -213,6 +223,8 @@ class InProcessIterator(_Single):
         progress, plan = self.progress, self._plan
         if plan.before_fetch is not None:
             plan.before_fetch()
+        if plan.watch is not None and plan.compares:
+            plan.watch.forget_changes()  # of the loop: a stream may call a method of the training
         numbers = plan.loop_numbers
         if numbers is not None:
             numbers.before_batch()
@@ -229,13 +241,19 @@ class InProcessIterator(_Single):
 
 
 class WorkersIterator(_Multi):
-    """num_workers>0: indices run ahead of batches; each batch brings its worker's randomness."""
+    """num_workers>0: indices run ahead of batches; each batch brings its worker's randomness.
+
+    Attributes:
+        left: Worker -> attributes that its passes over a stream leave changed; they are not saved.
+    """
 
     def __init__(self, loader: DataLoader[Any], progress: Progress, plan: Plan) -> None:
         self.progress = progress
         self._plan = plan
         self._skip = plan.skip
         self._owner_pid = os.getpid()
+        self.left: dict[int, list[str]] = {}
+        self._ends: list[PassEnd] = []  # of the running pass; they count once it has run out
         self._order = b""
         # Size of each index batch sent and not consumed yet, and the order digest including it.
         self._in_flight: deque[tuple[int, bytes]] = deque()
@@ -253,6 +271,7 @@ class WorkersIterator(_Multi):
         if first_iter and self._plan.rewind is not None:
             self._plan.rewind()
         self._in_flight.clear()
+        self._ends.clear()
         self._order = b""
         super()._reset(loader, first_iter)
 
@@ -278,6 +297,24 @@ class WorkersIterator(_Multi):
             self._order = _extend_order(index, self._order)
         self._in_flight.append((_number_of_samples(index, self._auto_collation), self._order))
         return index
+
+    def _get_data(self) -> Any:
+        index, data = super()._get_data()  # type: ignore[no-untyped-call]
+        if isinstance(data, PassEnd):
+            self._ends.append(data)
+        return index, data
+
+    def _next_data(self) -> Any:
+        try:
+            return super()._next_data()  # type: ignore[no-untyped-call]
+        except StopIteration:
+            self._record_ends()
+            raise
+
+    def _record_ends(self) -> None:
+        for end in self._ends:
+            self.progress.record_states(end.worker_id, end.states)
+            self.left[end.worker_id] = end.left
 
     def _process_data(self, data: Any, *rest: Any) -> Any:
         progress = self.progress
@@ -310,7 +347,8 @@ class WorkersIterator(_Multi):
                 self._unwrap(task[1])
         while self._tasks_outstanding > 0:
             self._tasks_outstanding -= 1
-            self._unwrap(self._get_data()[1])  # type: ignore[no-untyped-call]
+            self._unwrap(self._get_data()[1])
+        self._record_ends()
 
     def _shutdown_workers(self) -> None:
         if os.getpid() != self._owner_pid:
@@ -324,4 +362,7 @@ class WorkersIterator(_Multi):
         if not isinstance(data, BatchWithRng):
             return data
         self.progress.record(data)
+        left = data.left_changed()
+        if left is not None:
+            self.left[data.worker] = left
         return data.batch

@@ -11,8 +11,11 @@ What their code shows (datasets 5.2, webdataset 1.0, mosaicml-streaming 0.13):
 
 No library is imported: classes are recognised by their names.
 
-`pass_numbers` finds the attributes named `epoch` inside a stream without a state. A stage of a
-pipeline may count its passes there (webdataset's detshuffle), and seed its order by it.
+`pass_numbers` finds the numbers named `epoch` or `seed` inside a stream. A stage of a pipeline may
+count its passes there, and seed its order by it (webdataset's detshuffle), or keep a seed there
+that was drawn as it was made (webdataset's shardshuffle).
+
+`outside_state` finds what a stream calls and its state does not hold: the functions of datasets.
 """
 
 from __future__ import annotations
@@ -71,8 +74,7 @@ def refuse_unrepeatable(dataset: Any, name: str) -> None:
                 hint="write .shuffle(1000, seed=0), or, for another order in each epoch, "
                 ".compose(webdataset.detshuffle(1000, seed=0))",
             )
-        is_resampled = type(stage).__name__ == "ResampledShards" and is_of(stage, "webdataset")
-        if is_resampled and not stage.deterministic:
+        if _is_unseeded_resampling(stage):
             raise ConfigurationError(
                 f"{name}: the shards of this {type(dataset).__qualname__} are resampled by a seed "
                 "from the time: no resume could repeat their order",
@@ -90,6 +92,14 @@ def _is_unseeded_shuffle(stage: Any) -> bool:
         **stage.kw,
     }
     return given.get("seed") is None and given.get("rng") is None and given.get("bufsize") != 1
+
+
+def _is_unseeded_resampling(stage: Any) -> bool:
+    function = getattr(stage, "f", None)
+    if getattr(function, "__name__", "") == "resampled_" and is_of(function, "webdataset"):
+        return True
+    is_list = type(stage).__name__ == "ResampledShards" and is_of(stage, "webdataset")
+    return is_list and not stage.deterministic
 
 
 def _stages(holder: Any) -> Iterator[Any]:
@@ -123,25 +133,48 @@ _INNER = (
 )
 
 
+# ---- what a state does not hold
+
+
+def outside_state(roots: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the roots, with the functions and generators of a stream of datasets in its place.
+
+    Its state is a position. Each pass begins at the first sample, so no other part is left changed.
+    """
+    found = dict(roots)
+    if not is_of(roots.get("dataset"), "datasets"):
+        return found
+    stages = [getattr(stage, "__dict__", {}) for stage in _stages(found.pop("dataset"))]
+    for key in _CALLED:
+        parts = [stage[key] for stage in stages if stage.get(key) is not None]
+        found.update({f"{key}[{number}]": part for number, part in enumerate(parts)})
+    return found
+
+
+_CALLED = ("function", "fn_kwargs", "generate_examples_fn", "kwargs", "generator")
+
+
 # ---- the numbers of passes
 
 
 # its path, the namespace and the name there, and the value if the name is of the class alone
-PassNumber: TypeAlias = tuple[str, dict[Any, Any], Any, int]
+PassNumber: TypeAlias = tuple[str, dict[Any, Any], Any, float]
+_NAMES = (".epoch", ".seed", "['epoch']", "['seed']")
+_NUMBERS = (int, float)
 
 
-def pass_numbers(dataset: Any) -> dict[str, int]:
-    """Return path -> value of the integers named `epoch` inside a stream without a state."""
+def pass_numbers(dataset: Any) -> dict[str, float]:
+    """Return path -> value of the numbers named `epoch` or `seed` inside a stream."""
     return values_of(find_pass_numbers(dataset))
 
 
-def values_of(numbers: list[PassNumber]) -> dict[str, int]:
-    """Return path -> present value, of those that are integers still."""
+def values_of(numbers: list[PassNumber]) -> dict[str, float]:
+    """Return path -> present value, of those that are numbers still."""
     values = {path: names.get(key, default) for path, names, key, default in numbers}
-    return {path: value for path, value in values.items() if type(value) is int}
+    return {path: value for path, value in values.items() if type(value) in _NUMBERS}
 
 
-def restore_pass_numbers(dataset: Any, saved: Mapping[str, int]) -> None:
+def restore_pass_numbers(dataset: Any, saved: Mapping[str, float]) -> None:
     """Set the result of `pass_numbers`."""
     for path, names, key, _ in find_pass_numbers(dataset) if saved else ():
         if path in saved:
@@ -149,8 +182,8 @@ def restore_pass_numbers(dataset: Any, saved: Mapping[str, int]) -> None:
 
 
 def find_pass_numbers(dataset: Any) -> list[PassNumber]:
-    """Return where the integers lie that `pass_numbers` returns."""
-    if not isinstance(dataset, IterableDataset) or has_state(dataset):  # which holds them
+    """Return where the numbers lie that `pass_numbers` returns."""
+    if not isinstance(dataset, IterableDataset):
         return []
     return [
         (path, names, key, value)
@@ -161,4 +194,4 @@ def find_pass_numbers(dataset: Any) -> list[PassNumber]:
 
 def is_pass_number(path: str, kind: type | None) -> bool:
     """Return True for path and type of a number that `pass_numbers` returns."""
-    return path.startswith("dataset") and path.endswith(".epoch") and kind is int
+    return path.startswith("dataset") and path.endswith(_NAMES) and kind in _NUMBERS

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.data import carried_state, sampler
 from trainckpt.data.iterable import are_equal
-from trainckpt.data.state_dict_methods import has_state
+from trainckpt.data.state_dict_methods import has_state, has_usable_state
 from trainckpt.format.exactness import How, Restored
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class SamplerChecks:
 
     Args:
         tracked_places: Returns the id of each object with tracked attributes, and their names.
-        with_dataset: Compare the attributes of the dataset, too: of a stream without a state.
+        with_dataset: Compare those of dataset and collate_fn, too: of a stream without a state.
 
     Attributes:
         changed: Paths of the attributes that changed over a pass.
@@ -60,25 +60,33 @@ class SamplerChecks:
         """Take the values that `end_pass` compares."""
         self._values_before = self.values()
 
-    def end_pass(self) -> None:
-        """Warn of attributes of unknown samplers that changed over the pass."""
+    def end_pass(self, changed_in_workers: Iterable[str] = ()) -> None:
+        """Warn of attributes of unknown samplers and of a stream that changed over the pass."""
         before, self._values_before = self._values_before, None
-        changed = set() if before is None else set(sampler.changed(before, self.values()))
-        new = sorted(changed - self.changed)
-        self.changed |= changed
+        changed = [] if before is None else sampler.changed(before, self.values())
+        self._warn_of_new(changed, "Give it state_dict and load_state_dict")
+        self._warn_of_new(
+            (f"{path} in workers that persist" for path in changed_in_workers),
+            "Count passes in an integer named epoch, or leave out persistent_workers",
+        )
+
+    def _warn_of_new(self, changed: Iterable[str], advice: str) -> None:
+        new = sorted(set(changed) - self.changed)
+        self.changed.update(new)
         if new:
             warnings.warn(
                 f"{self._name}: {', '.join(new)[:200]} changed over a pass, and is not kept: a "
-                "resume in a later one may bring other data. Give it state_dict and "
-                "load_state_dict; if no order depends on it, nothing is lost",
-                stacklevel=5,
+                f"resume in a later one may bring other data. {advice}; if no order depends on "
+                "it, nothing is lost",
+                stacklevel=6,
             )
 
     def values(self) -> dict[str, Any]:
         """Return path -> value of the attributes of unknown samplers."""
         roots = sampler.unknown_samplers(self._loader)
         if self._with_dataset:
-            roots["dataset"] = self._loader.dataset
+            data = {"dataset": self._loader.dataset, "collate_fn": self._loader.collate_fn}
+            roots.update({name: one for name, one in data.items() if not has_usable_state(one)})
         tracked = tuple(
             f"{name}.{key}"
             for owner, key in self._tracked_places()

@@ -40,6 +40,7 @@ from __future__ import annotations
 import copy
 import weakref
 from contextlib import suppress
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -170,7 +171,7 @@ class LoaderSource:
         self._order_inputs_before: dict[str, Any] | None = None
         self._rng_before: dict[str, Any] | None = None
         self._data_before = DataState()
-        self._pass_numbers: dict[str, int] = {}  # of a stream without a state, before the pass
+        self._pass_numbers: dict[str, float] = {}  # of a stream without a state, before the pass
         self._workers_before: dict[int, dict[str, Any]] = {}  # states they entered the pass with
         self._numbers = RestoredNumbers(loader)
         self._content = ComparedContent(loader, name, report)
@@ -187,7 +188,8 @@ class LoaderSource:
         if has_own_state and (not loader.num_workers or is_of(loader.dataset, "streaming")):
             refuse_arguments(loader.dataset, name)
         if has_own_state and not loader.num_workers:
-            self._stream = StatefulStream(name, loader.dataset, report)
+            generators = (self._randomness, self._restore_randomness)
+            self._stream = StatefulStream(name, loader.dataset, report, generators=generators)
             self._trials = StreamTrials(self._stream, self, name, report)
         # a stream without a state: its consumed batches are loaded again
         self._replays = self.kind == "iterable" and self._stream is None
@@ -259,6 +261,8 @@ class LoaderSource:
         self.progress.batches_digest = saved.get("passed", b"")
         sampler.restore(self._loader, saved["now"])
         self.restore_data(DataState.saved_as(saved, "now"))
+        if self.kind == "iterable":
+            self._content.compare(saved)
         return iterator
 
     def resume_in_other_world(self, window: dict[str, Any]) -> Iterator[Any]:
@@ -291,7 +295,8 @@ class LoaderSource:
         if self._stream is not None and self._trials is not None:
             self._stream.end_pass(exhausted=exhausted)
             self._trials.clear()
-        self._samplers.end_pass()
+        workers = self._persistent_iterator
+        self._samplers.end_pass(() if workers is None else chain(*workers.left.values()))
         self._rng_before = self._order_inputs_before = None
         if not self._persistent:
             self.progress.workers = {}
@@ -584,7 +589,15 @@ class LoaderSource:
         if lost:
             self._report(Restored(self._name, How.NOT_KEPT, lost))
 
-    def _pass_numbers_now(self) -> dict[str, int]:
+    def _randomness(self) -> tuple[dict[str, Any], DataState]:
+        return main_rng(), self.capture_data()
+
+    def _restore_randomness(self, saved: tuple[dict[str, Any], DataState]) -> None:
+        main, data = saved
+        set_main_rng(main)
+        self.restore_data(data)
+
+    def _pass_numbers_now(self) -> dict[str, float]:
         return known_streams.pass_numbers(self._loader.dataset) if self._replays else {}
 
     @property
@@ -592,5 +605,6 @@ class LoaderSource:
         """Objects that may hold generators; a stream with state restores its own."""
         roots = {"dataset": self._loader.dataset, "collate_fn": self._loader.collate_fn}
         if self._stream is not None:
-            del roots["dataset"]
+            roots = known_streams.outside_state(roots)
+            roots.pop("dataset", None)
         return roots

@@ -58,7 +58,8 @@ def restored(name: str, saved: dict[str, Any], *, in_place: bool) -> list[Restor
     if paths := under.get("changing", []):
         reason = (
             f"{name}: {', '.join(paths)[:200]} changed as it was read, and was not kept; if a "
-            "sample depends on it, give its object state_dict and load_state_dict"
+            "sample depends on it, give its object state_dict and load_state_dict, and a stream no "
+            "workers that persist"
         )
         parts.append(Restored(name, How.NOT_KEPT, reason))
     if not in_place:

@@ -6,6 +6,8 @@ changed since that worker's last batch; the main process keeps the latest ones i
 
     worker starts  `WorkerStart`: shield, the user's worker_init_fn, then the saved generators
     each batch     `RngCollate`: the user's collate_fn, then (batch, worker, changed generators)
+    a pass ends    `PassEnd`, by a worker that persists with its copy of a stream: the generators as
+                   the pass left them, and the names of what else it left changed
 
 A batch also carries the generators inside the worker's copies of dataset and collate_fn, as one
 value (randomness.py), and their states (carried_state.py).
@@ -27,13 +29,15 @@ import time
 import warnings
 import weakref
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch._C import _remove_worker_pids
 from torch.utils.data import get_worker_info
+from torch.utils.data._utils import worker as torch_worker
 
-from trainckpt.data import carried_state, known_streams, randomness
+from trainckpt.data import carried_state, known_streams, randomness, sampler
 from trainckpt.data.carried_state import Carried, Seen, Watch
 from trainckpt.data.randomness import changed_since, packed_rng, set_main_rng
 
@@ -171,9 +175,11 @@ def _forget_pids(key: int) -> None:
 
 OWN_GENERATORS = "own"  # generators inside the data
 CARRIED_STATES = "carried"  # the data's own states
-COUNTED_PASSES = "passes"  # counted by the data itself (known_streams.py)
+COUNTED_PASSES = "passes"  # epochs and seeds inside a stream (known_streams.py)
+_LEFT_INTERVAL = 16  # batches; comparing takes up to 10 ms
 _sent_states: dict[str, bytes] = {}  # in a worker: its generators as last sent to the main process
 _watches: list[Watch] = []  # in a worker: the watch over its data
+_pass_watches: list[PassWatch] = []  # in a worker that persists: the watch over its stream
 _pass_numbers: list[known_streams.PassNumber] = []  # in a worker: those inside its dataset
 
 
@@ -193,6 +199,7 @@ class BatchWithRng(NamedTuple):
     carried: Carried | None = None
     changing: bytes | None = None
     passes: bytes | None = None
+    left: bytes | None = None
 
     def changed_states(self) -> dict[str, Any]:
         """Return the generators changed by this batch, by name, and the data's states."""
@@ -204,6 +211,23 @@ class BatchWithRng(NamedTuple):
     def changing_attributes(self) -> Seen | None:
         """Return the attributes of the data that were seen to change and are not saved."""
         return None if self.changing is None else Seen(*json.loads(self.changing))
+
+    def left_changed(self) -> list[str] | None:
+        """Return the attributes of a stream that a pass would leave changed if it ended here."""
+        return None if self.left is None else list(json.loads(self.left))
+
+
+@dataclass(frozen=True)
+class PassEnd(torch_worker._IterableDatasetStopIteration):
+    """Sent by a worker that persists as its pass over a stream runs out.
+
+    Attributes:
+        states: Its generators and pass numbers that changed since its last batch, by name.
+        left: Attributes of the data that the pass left changed and that are not saved.
+    """
+
+    states: dict[str, bytes]
+    left: list[str]
 
 
 class RngCollate:
@@ -228,23 +252,44 @@ class RngCollate:
         worker = get_worker_info()
         if worker is None:
             return batch
-        changed, roots = changed_since(_sent_states), self.generator_roots()
-        packed_generators = randomness.pack(randomness.capture(roots))
-        if packed_generators != _sent_states.get(OWN_GENERATORS, b""):
-            changed[OWN_GENERATORS] = packed_generators
-        passes = _packed_pass_numbers()
-        if passes != _sent_states[COUNTED_PASSES]:
-            changed[COUNTED_PASSES] = passes
-        _sent_states.update(changed)
+        roots = self.generator_roots()
+        changed = _changed_states(roots)
         states = carried_state.capture(roots) if self.carries else {}
         changing = _watches[0].poll_changes() if _watches else None
+        left = _pass_watches[0].poll_left() if _pass_watches else None
         return BatchWithRng(
             batch,
             worker.id,
             **changed,
             carried=Carried(states) if states else None,
             changing=None if changing is None else json.dumps(changing).encode(),
+            left=None if left is None else json.dumps(left).encode(),
         )
+
+    def end_pass(self, worker: int) -> PassEnd:
+        """Return what the worker sends as its pass over a stream runs out."""
+        return PassEnd(worker, _changed_states(self.generator_roots()), _pass_watches[0].left())
+
+
+class PassWatch:
+    """Finds attributes of a stream, in a worker that persists, that its passes leave changed.
+
+    Some are set anew in each pass, such as a position: no worker can tell these from a count.
+    """
+
+    def __init__(self, roots: Mapping[str, Any]) -> None:
+        self._roots = roots
+        self._before = dict(carried_state.plain_values(roots))
+        self._batches = 0
+
+    def poll_left(self) -> list[str] | None:
+        """Return what would be left if the pass ended after this batch; None after most batches."""
+        self._batches += 1
+        return self.left() if self._batches % _LEFT_INTERVAL == 1 else None
+
+    def left(self) -> list[str]:
+        """Return the attributes that are not as the worker started, except epochs and seeds."""
+        return sampler.changed(self._before, dict(carried_state.plain_values(self._roots)))
 
 
 class WorkerStart:
@@ -255,10 +300,13 @@ class WorkerStart:
         user: Callable[[int], None] | None,
         saved: Mapping[int, dict[str, Any]],
         tap: RngCollate,
+        *,
+        sends_end: bool,
     ) -> None:
         self.user = user
         self.tap = tap
         self.saved = saved
+        self.sends_end = sends_end
 
     def __call__(self, worker: int) -> None:
         """Run in the new worker, once."""
@@ -282,6 +330,23 @@ class WorkerStart:
         _sent_states[OWN_GENERATORS] = randomness.pack(randomness.capture(roots))
         _sent_states[COUNTED_PASSES] = b""
         _watches[:] = [Watch(roots)] if self.tap.carries else []
+        if self.sends_end:
+            _pass_watches[:] = [PassWatch(known_streams.outside_state(roots))]
+            # torch's worker makes one of these and sends it as a stream runs out
+            torch_worker._IterableDatasetStopIteration = self.tap.end_pass  # type: ignore[assignment, misc]
+
+
+def _changed_states(roots: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return this worker's generators and pass numbers that are not as last sent, by name."""
+    changed = changed_since(_sent_states)
+    packed_generators = randomness.pack(randomness.capture(roots))
+    if packed_generators != _sent_states.get(OWN_GENERATORS, b""):
+        changed[OWN_GENERATORS] = packed_generators
+    passes = _packed_pass_numbers()
+    if passes != _sent_states[COUNTED_PASSES]:
+        changed[COUNTED_PASSES] = passes
+    _sent_states.update(changed)
+    return changed
 
 
 def _packed_pass_numbers() -> bytes:
