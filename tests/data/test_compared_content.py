@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from tests.data.datasets import Rows
+from tests.data import datasets as d
 from trainckpt.data.compared_content import content
 from trainckpt.data.loader import TrackedLoader
 
@@ -112,6 +113,36 @@ def resume(values, change=None):
     resumed.load_state(loader.state())
     next(iter(resumed))
     return [part.reason for part in told]
+
+
+class Listed(d.Stream):
+    def __init__(self, files):
+        self.files = files
+
+
+class Shards(d.StatefulStream):
+    """A stream with a state, of files in an order that its state does not hold."""
+
+    def __init__(self, files):
+        super().__init__()
+        self.files = files
+
+
+@pytest.mark.parametrize("is_stateful", [True, False])
+@pytest.mark.parametrize("batches", [1, 7, 12])  # in its pass, at the end, and after it
+def test_a_resume_names_files_of_a_stream_in_another_order(batches, is_stateful):
+    def begun(files, **options):
+        rows = Shards(files) if is_stateful else Listed(files)
+        return TrackedLoader(DataLoader(rows, 2), name="loader", **options)
+
+    told = []
+    loader = begun([1, 2, 3, 4])
+    for _ in zip(range(batches), loader, strict=False):
+        pass
+    resumed = begun([1, 2, 4, 3], report=told.append, before_first_fetch=lambda: True)
+    resumed.load_state(loader.state())
+    next(iter(resumed), None)
+    assert any("loader: dataset.files differs" in part.reason for part in told)
 
 
 def test_a_resume_names_content_that_differs_from_the_snapshot_s():

@@ -113,6 +113,29 @@ def test_a_count_that_is_no_number_is_named():
         list(loader)
 
 
+class DrawnSeed(IterableDataset):
+    """Draws a seed as it is made, as webdataset's shardshuffle does."""
+
+    def __init__(self):
+        self.pipeline = [{"seed": random.getrandbits(100)}]
+
+    def __iter__(self):
+        order = list(range(d.LENGTH))
+        random.Random(self.pipeline[0]["seed"]).shuffle(order)
+        return map(torch.tensor, order)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop", [3, 12, 14])
+def test_a_seed_that_was_drawn_as_a_stream_was_made_is_restored(stop, workers):
+    def make():
+        return DataLoader(DrawnSeed(), batch_size=5, num_workers=workers)
+
+    want = d.straight(make)
+    before, after = d.interrupted(make, stop)
+    assert before + after == want
+
+
 class ByArray(ByNumber):
     def __iter__(self):
         for number in super().__iter__():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -125,16 +126,49 @@ def test_counts_and_generators_go_on_as_the_last_pass_left_them(dataset, stop):
 
 
 def test_so_do_draws_for_a_last_batch_that_is_dropped():
-    assert resumed(loader_of(DrawnAtEnd, drop_last=True, batch_sampler=None), BETWEEN)[0]
+    assert resumed(loader_of(DrawnAtEnd, drop_last=True), BETWEEN)[0]
+
+
+class BegunByOtherName(ByOtherName):
+    def __iter__(self):
+        self.passes += 1
+        yield from self.numbers()
+
+
+class Begun(Ordered):
+    """Keeps its count in an iterator."""
+
+    def __init__(self):
+        self.counter = itertools.count()
+
+    def __iter__(self):
+        self.epoch = next(self.counter)
+        return self.numbers()
 
 
 @pytest.mark.parametrize(
-    ("dataset", "name"),
-    [(ByTensor, "dataset.epoch"), (ByOtherName, "dataset.passes"), (WithState, "dataset.passes")],
+    ("dataset", "name", "limit"),
+    [
+        (ByTensor, "dataset.epoch", None),
+        (ByOtherName, "dataset.passes", None),
+        (WithState, "dataset.passes", None),
+        (Begun, "dataset.counter", None),
+        (BegunByOtherName, "dataset.passes", None),
+        pytest.param(BegunByOtherName, "dataset.passes", 1, id="left early"),
+    ],
 )
-@pytest.mark.parametrize("limit", [None, 3], ids=["run out", "left"])
 @pytest.mark.filterwarnings("ignore:train. dataset")
 def test_what_else_a_pass_changed_is_named(dataset, name, limit):
-    is_exact, named = resumed(loader_of(dataset), BETWEEN if limit is None else limit + 1, limit)
-    assert name in named
+    make = loader_of(dataset, prefetch_factor=1)
+    is_exact, named = resumed(make, BETWEEN if limit is None else limit + 1, limit)
+    assert f"{name} in workers that persist" in named
+    assert not is_exact
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.filterwarnings("ignore:train. collate_fn")
+def test_a_count_of_a_collate_fn_over_a_stream_is_named(workers):
+    make = loader_of(d.Stream, Offset, num_workers=workers, persistent_workers=workers > 0)
+    is_exact, named = resumed(make, (2 if workers else 1) * BATCHES + 2)
+    assert "collate_fn.calls" in named
     assert not is_exact

@@ -159,6 +159,14 @@ def test_shards_that_are_resampled_by_the_time_are_refused(tmp_path):
         TrackedLoader(DataLoader(rows), name="train")
 
 
+def test_samples_that_are_resampled_by_the_time_are_refused(tmp_path):
+    wds = pytest.importorskip("webdataset")
+    stages = (wds.shardlists.resampled(100), wds.tarfile_to_samples())
+    rows = wds.DataPipeline(wds.SimpleShardList(str(tmp_path / "{0..3}.tar")), *stages)
+    with pytest.raises(ConfigurationError, match=r"ResampledShards\(urls, deterministic=True\)"):
+        TrackedLoader(DataLoader(rows), name="train")
+
+
 def texts(rows):
     return torch.tensor([int(text) for (text,) in rows])
 
