@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from tests.data.datasets import Rows
 from tests.data import datasets as d
+from tests.data.datasets import Rows
 from trainckpt.data.compared_content import content
 from trainckpt.data.loader import TrackedLoader
 
