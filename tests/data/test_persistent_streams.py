@@ -125,6 +125,11 @@ def test_counts_and_generators_go_on_as_the_last_pass_left_them(dataset, stop):
     assert resumed(loader_of(dataset), stop) == (True, "")
 
 
+def test_a_pass_left_near_its_end_waits_for_no_worker_that_has_run_out():
+    for limit in range(1, BATCHES):
+        assert resumed(loader_of(CountedAtBegin), limit + 1, limit) == (True, "")
+
+
 def test_so_do_draws_for_a_last_batch_that_is_dropped():
     assert resumed(loader_of(DrawnAtEnd, drop_last=True), BETWEEN)[0]
 

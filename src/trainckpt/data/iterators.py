@@ -60,7 +60,7 @@ _RELIED_ON: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (_Multi.__init__, ("_workers", "_worker_init_fn", "_base_seed", "_worker_result_queue")),
     (_Multi.__init__, ("_index_queues", "_worker_pids_set", "_shutdown", "_reset")),
     (_Multi._reset, ("_task_info", "_worker_queue_idx_cycle", "_try_put_index", "_get_data")),
-    (_Multi._reset, ("_tasks_outstanding",)),
+    (_Multi._reset, ("_workers_status",)),
     (_Multi._try_put_index, ("_next_index", "_worker_queue_idx_cycle")),
     (_Multi._next_data, ("_process_data", "_get_data", "_task_info")),
     (_Multi._next_data, ("_IterableDatasetStopIteration",)),
@@ -342,12 +342,16 @@ class WorkersIterator(_Multi):
 
         Afterwards `progress` holds the generators with which the workers enter the next pass.
         """
-        for _, task in sorted(self._task_info.items()):
+        for number, task in sorted(self._task_info.items()):
             if len(task) == 2:
-                self._unwrap(task[1])
-        while self._tasks_outstanding > 0:
-            self._tasks_outstanding -= 1
-            self._unwrap(self._get_data()[1])
+                self._unwrap(self._task_info.pop(number)[1])
+        # a worker whose stream has run out answers none of its other tasks
+        while any(self._workers_status[worker] for worker, *_ in self._task_info.values()):
+            number, data = self._get_data()
+            del self._task_info[number]
+            if isinstance(data, PassEnd):
+                self._workers_status[data.worker_id] = False
+            self._unwrap(data)
         self._record_ends()
 
     def _shutdown_workers(self) -> None:
