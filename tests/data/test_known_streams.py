@@ -117,11 +117,11 @@ class DrawnSeed(IterableDataset):
     """Draws a seed as it is made, as webdataset's shardshuffle does."""
 
     def __init__(self):
-        self.pipeline = [{"seed": random.getrandbits(100)}]
+        self.pipeline = [SimpleNamespace(kw={"seed": random.getrandbits(100)})]
 
     def __iter__(self):
         order = list(range(d.LENGTH))
-        random.Random(self.pipeline[0]["seed"]).shuffle(order)
+        random.Random(self.pipeline[0].kw["seed"]).shuffle(order)
         return map(torch.tensor, order)
 
 
