@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-long slurm criu azurite check bench gpu gpu-pack campaign clean
+.PHONY: demo test test-long slurm criu azurite torchtitan check bench gpu gpu-pack campaign clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -27,7 +27,7 @@ $(VENV)/.acceptance: $(VENV)/.dev
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[acceptance]'
 	@touch $@
 
-test-long: $(VENV)/.acceptance
+test-long: $(VENV)/.acceptance torchtitan
 	$(BIN)/python -m pytest -q -n 2 -m long
 
 # By apt, where this is root; otherwise the tests that need it are skipped.
@@ -49,6 +49,10 @@ check: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+# An environment inside the environment, 30 MB; otherwise the tests of torchtitan are skipped.
+torchtitan: $(VENV)/.acceptance
+	@sh tests/install_torchtitan.sh $(VENV)
 
 $(VENV)/.bench: $(VENV)/.dev
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'

@@ -37,7 +37,8 @@ def test_importing_it_draws_no_random_number_and_imports_no_trainer():
         "import json, random, sys, torch; before = random.getstate(), torch.get_rng_state()\n"
         "import trainckpt\n"
         "same = before[0] == random.getstate() and torch.equal(before[1], torch.get_rng_state())\n"
-        "trainers = 'lightning', 'pytorch_lightning', 'accelerate', 'transformers', 'ray'\n"
+        "trainers = ['lightning', 'pytorch_lightning', 'accelerate', 'transformers', 'ray']\n"
+        "trainers += ['torchtitan']\n"
         "loaded = [name for name in trainers if name in sys.modules]\n"
         "print(json.dumps([same, loaded]))"
     )

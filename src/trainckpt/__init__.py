@@ -58,7 +58,7 @@ _LATER = {
     "load": "trainckpt.inspect.load",
 }
 # Modules; each imports its framework.
-_TRAINERS = frozenset({"accelerate", "lightning", "ray", "transformers"})
+_TRAINERS = frozenset({"accelerate", "lightning", "ray", "torchtitan", "transformers"})
 
 if not TYPE_CHECKING:  # with a __getattr__ in sight, type checkers would let any name pass
 

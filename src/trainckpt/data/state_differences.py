@@ -64,8 +64,8 @@ def restored(name: str, saved: dict[str, Any], *, in_place: bool) -> list[Restor
         parts.append(Restored(name, How.NOT_KEPT, reason))
     if not in_place:
         return parts
-    if saved["kind"] == "stateful":
-        if saved["own"] is not None:
+    if saved["kind"] in ("stateful", "window"):  # an integration's "window" has one underneath
+        if under["own"] is not None:
             whose = f"{saved['facts']['class']}'s own state"
             parts.append(Restored(name, How.OWN_STATE, whose))
         return parts

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
 import sys
 from functools import reduce
 from operator import attrgetter
@@ -79,7 +80,7 @@ def check_code(package: str, used: Iterable[tuple[str, Iterable[str]]]) -> None:
     """
     gone = []
     for path, names in used:
-        code = getattr(_find(path), "__code__", None)
+        code = getattr(inspect.unwrap(_find(path) or repr), "__code__", None)
         there = {*code.co_names, *(f"{name}=" for name in code.co_varnames)} if code else set()
         gone += [f"{name.rstrip('=')} in {path}" for name in names if name not in there]
     _refuse(package, gone)
