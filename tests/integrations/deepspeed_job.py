@@ -120,14 +120,14 @@ def make_engine(kind, **config):
             self.register_buffer("mean", torch.zeros(()))  # another one on each rank
             self.unused, self.sometimes = nn.Linear(3, 3), nn.Linear(7, 7)
             self.out = nn.Linear(7, 1, bias=False)
-            self.calls = 0
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
         def forward(self, x):
             x = self.drop(self.first(self.frozen(x)))
             self.mean.lerp_(x.detach().float().mean(), 0.1)
             x = x - self.mean.to(x.dtype)
             self.calls += 1
-            if self.calls % 2:
+            if int(self.calls) % 2:
                 x = x + self.sometimes(x)
             return self.out(self.second(x))
 

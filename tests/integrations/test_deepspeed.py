@@ -58,6 +58,7 @@ def launch(folder, ranks, **config):
     folder.mkdir(exist_ok=True)
     arguments = {"run": str(folder / "run"), "out": str(folder / "trace"), **config}
     done = torchrun(ranks, JOB, json.dumps(arguments), folder=folder)
+    (folder / "log").write_text(done.stderr)
     return (done.stdout + done.stderr)[-3000:] if done.returncode else ""
 
 
@@ -105,6 +106,9 @@ def runs(tmp_path_factory):
 def test_a_run_stopped_inside_a_window_is_the_uninterrupted_one(runs, kind, fault):
     straight, resumed = runs(kind).first(), runs(kind).resumed(fault, "on 2")
     assert begun(resumed) == [0, AT]
+    log = (resumed / "log").read_text()
+    assert "not exact" not in log
+    assert "in no state_dict" not in log
     for rank in range(2):
         assert len(trained(straight, rank)) == MICRO_BATCHES
         assert trained(resumed, rank) == trained(straight, rank)

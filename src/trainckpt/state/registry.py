@@ -155,7 +155,7 @@ class Registry:
             getattr(value, "load_state_dict", None)
         ):
             refuse_arguments(value, name)
-            self.generics.append(GenericState(name, value))
+            self.generics.append(GenericState(name, deepspeed_engine.complete(value)))
         else:
             is_loader = isinstance(value, torch.utils.data.DataLoader)
             raise ConfigurationError(

@@ -62,6 +62,7 @@ _BF16_NAMES = (
     *("fp32_groups_flat_partition", "fp32_groups_gradients", "fp32_groups_gradients_flat"),
     *("fp32_groups_has_gradients", "grad_acc_dtype"),
 )
+_RATES = "_last_lr"
 _FSDP2 = "use torch.distributed.fsdp.fully_shard (FSDP2)"
 _SAVE = "DeepSpeed's own save_checkpoint"
 _OPTIMIZERS = ("deepspeed.runtime.fp16.onebit", "deepspeed.runtime.zero.muon")
@@ -293,6 +294,30 @@ class EngineState:
 
     def _range(self) -> range:
         return range(len(self.inner.param_groups))
+
+
+class EngineSchedule:
+    """One of DeepSpeed's schedules, with the learning rates that its own state leaves out."""
+
+    def __init__(self, schedule: Any) -> None:
+        self.schedule = schedule
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the schedule's state, and its last learning rates, if it has taken a step."""
+        rates = getattr(self.schedule, _RATES, None)
+        return {**self.schedule.state_dict(), _RATES: None if rates is None else list(rates)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore both."""
+        self.schedule.load_state_dict({k: v for k, v in state.items() if k != _RATES})
+        if state.get(_RATES) is not None:
+            setattr(self.schedule, _RATES, list(state[_RATES]))
+
+
+def complete(value: Any) -> Any:
+    """Return an object with all state of `value`: itself, unless it is DeepSpeed's schedule."""
+    is_schedule = type(value).__module__ == "deepspeed.runtime.lr_schedules"
+    return EngineSchedule(value) if is_schedule else value
 
 
 def _stored(saved: Saved, part: str, name: str) -> dict[str, Any] | None:
