@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-long slurm criu azurite torchtitan check bench gpu gpu-pack campaign clean
+.PHONY: demo test test-long slurm criu azurite kubernetes torchtitan check bench gpu gpu-pack campaign clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -27,7 +27,7 @@ $(VENV)/.acceptance: $(VENV)/.dev
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[acceptance]'
 	@touch $@
 
-test-long: $(VENV)/.acceptance torchtitan
+test-long: $(VENV)/.acceptance torchtitan kubernetes
 	$(BIN)/python -m pytest -q -n 2 -m long
 
 # By apt, where this is root; otherwise the tests that need it are skipped.
@@ -42,6 +42,11 @@ criu: $(VENV)/.core
 # az:// are skipped.
 azurite: $(VENV)/.core
 	@sh tests/install_azurite.sh $(VENV)/azurite
+
+# Built from Debian's sources, by apt as root, once, in some minutes; otherwise the tests that need
+# an API server are skipped.
+kubernetes: $(VENV)/.core
+	@sh tests/kubernetes/install.sh $(VENV)/kubernetes || echo "tests of Kubernetes are skipped" >&2
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

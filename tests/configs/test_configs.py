@@ -1,9 +1,9 @@
 """Every file in `configs/` is one its scheduler takes, and its policy does right by our exit codes.
 
-A real Slurm is given the scripts for it in tests/slurm. Jobs of Kubernetes are held against the
-schemas of its API, HTCondor itself makes a job of the submit file (`condor_jobs.py`), and systemd
-looks at the unit. What stands around the Job in a JobSet is written down here; of SkyPilot's file
-only the policy is looked at.
+A real Slurm is given the scripts for it in tests/slurm, a real Kubernetes its Job in
+tests/kubernetes. Here Jobs of Kubernetes are held against the schemas of its API, HTCondor itself
+makes a job of the submit file (`condor_jobs.py`), and systemd looks at the unit. What stands around
+the Job in a JobSet is written down here; of SkyPilot's file only the policy is looked at.
 """
 
 from __future__ import annotations
@@ -304,3 +304,17 @@ def test_a_pod_failure_policy_obeys_the_rules_of_its_api(path):
             assert 0 not in codes["values"]
     mounts = {mount["name"] for mount in container(path)["volumeMounts"]}
     assert mounts == {volume["name"] for volume in pod(path)["volumes"]}
+
+
+def test_the_job_to_paste_from_the_docs_has_the_policy_of_the_whole_one():
+    page = (CONFIGS.parent / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    claim, job = yaml.safe_load_all(block)
+    whole = yaml.safe_load(text_of("kubernetes/job.yaml"))["spec"]
+    assert job["spec"]["podFailurePolicy"] == whole["podFailurePolicy"]
+    assert job["spec"]["backoffLimit"] == whole["backoffLimit"]
+    assert refused_by_kubernetes(claim) == refused_by_kubernetes(job) == set()
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    variables = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert grace_s(variables) < job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    parse(container["command"][1:])
