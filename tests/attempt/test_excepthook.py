@@ -22,9 +22,11 @@ logging.getLogger("x").addHandler(logging.StreamHandler())
 """
 
 
-@pytest.mark.parametrize(
-    "code", [None, 0, 3, 75, 255, 256, -1, -2, -(2**40) - 2, 2**70, True, False, "told", 2.5, ()]
-)
+CODES = [None, 0, 3, 75, 255, 256, -1, -2, -(2**40) - 2, 2**70, True, False, "told", 2.5]
+CODES += [()] if sys.version_info < (3, 13) else []  # since then `sys.exit` takes it for None
+
+
+@pytest.mark.parametrize("code", CODES)
 def test_what_a_script_exits_with_is_known_as_the_system_tells_it(code):
     done = subprocess.run(
         [sys.executable, "-S", "-c", f"import sys; sys.exit({code!r})"],

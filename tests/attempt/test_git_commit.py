@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import subprocess
 import sys
 
@@ -78,6 +79,7 @@ def test_the_end_of_the_process_ends_git(git, script):
     assert git.reads() == ""
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
 def test_a_folder_in_no_repository_is_why_no_commit_is_known(script, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(script.parent.parent))
     commit = GitCommit()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import random
+import sys
 
 import numpy as np
+import pytest
 import torch
 
 from tests.data.datasets import seed_all
 from trainckpt.data.randomness import (
     capture,
     changed_since,
+    is_own_module,
     main_rng,
     packed_rng,
     restore,
@@ -93,3 +97,19 @@ def test_an_engine_of_sobol_points_goes_on_after_those_drawn():
     for other in ((3, True, 2), (4, True, 1), (3, False, 1)):
         points = torch.quasirandom.SobolEngine(*other)
         assert "points cannot be put back" in restore({"points": points}, saved, "the script")
+
+
+@pytest.mark.parametrize("place", ["lib/python3/dist-packages", "home/.local/site-packages"])
+def test_a_package_is_no_module_of_the_script_s_wherever_python_finds_it(
+    tmp_path, monkeypatch, place
+):
+    """Debian's own packages, and those below a venv, lie in none of sysconfig's folders."""
+    for folder, name in ((tmp_path / place, "installed"), (tmp_path, "own")):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}_here.py").touch()
+        monkeypatch.syspath_prepend(folder)
+        monkeypatch.setitem(sys.modules, f"{name}_here", importlib.import_module(f"{name}_here"))
+    is_own_module.cache_clear()
+    assert not is_own_module("installed_here")
+    assert is_own_module("own_here")
+    is_own_module.cache_clear()

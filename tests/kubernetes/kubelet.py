@@ -30,7 +30,7 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -239,7 +239,7 @@ class Kubelet:
         if time.monotonic() < self._leased_s + LEASE_EVERY_S:
             return
         self._leased_s = time.monotonic()
-        now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         spec = {"renewTime": now, "leaseDurationSeconds": 40}
         self._api.patch("leases", self._name, {"spec": spec}, LEASES, how="merge")
 
@@ -302,7 +302,7 @@ class Kubelet:
 
 
 def stamp() -> str:
-    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 if __name__ == "__main__":

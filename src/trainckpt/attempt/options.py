@@ -7,10 +7,9 @@ that looks like an option's is reported with the option meant.
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
-import sys
+import tomllib
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from math import prod
@@ -297,7 +296,6 @@ def _one_of(*words: str) -> Callable[[Any], str]:
 def _read_toml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
-    tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
         values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

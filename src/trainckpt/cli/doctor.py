@@ -116,7 +116,7 @@ def _row(check: DoctorCheck) -> tuple[str, ...]:
 # ---- this host: the machine, in the order in which the facts depend on each other
 
 
-OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 14)
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 14)
 OLDEST_TORCH = (2, 6)
 OTHER_TORCH = "install a torch that was built with it"
 SHM = Path("/dev/shm")  # noqa: S108 - only looked at
@@ -142,7 +142,7 @@ def check_machine() -> Iterator[DoctorCheck]:
         "python",
         OLDEST_PYTHON <= version <= NEWEST_PYTHON,
         ".".join(map(str, sys.version_info[:3])),
-        "use Python 3.10 to 3.14; others were not tested",
+        "use Python 3.11 to 3.14; others were not tested",
         needed=version < OLDEST_PYTHON,
     )
     torch_check = _check_torch()

@@ -26,6 +26,7 @@ import sysconfig
 import types
 from collections import deque
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -288,6 +289,9 @@ def is_own_module(name: str) -> bool:
 
 @functools.cache
 def _is_outside_packages(file: str) -> bool:
+    # A Python may import from several such folders: its own, a user's, those below its venv.
+    if not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts):
+        return False
     places = (sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib"))
     return not any(file.startswith(place + os.sep) for place in places)
 

@@ -75,7 +75,7 @@ class Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which DCP's metadata does not")
 
 
-TYPE = re.compile(r"bool|(b?float|q?u?int|complex|bits)[0-9][0-9a-z_]*")
+TYPE = re.compile(r"bool|(b?float|q?u?int|b?complex|bits)[0-9][0-9a-z_]*")
 
 
 def shut_in() -> None:

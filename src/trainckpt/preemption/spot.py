@@ -16,7 +16,7 @@ import http.client
 import json
 import time
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -236,7 +236,7 @@ def _left_s(text: Any, now_s: float) -> float | None:
     if not isinstance(text, str) or not text:
         return None
     try:
-        at = datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=timezone.utc)
+        at = datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
         at_s: float | None = at.timestamp()
     except (ValueError, OverflowError):
         at_s = _date(text)

@@ -75,7 +75,7 @@ def _why_not() -> str:
 def _install(scratch: Path, folder: Path) -> None:
     """Unpack everything in `scratch`, then rename the result to `folder`."""
     unpacked = scratch / "found"
-    for package in _download(scratch):
+    for package in download(scratch, SUITE, "criu", "patchelf"):
         _run("dpkg", "-x", str(package), str(unpacked))
     shutil.rmtree(folder, ignore_errors=True)  # a CRIU failing to run
     unpacked.rename(folder)
@@ -98,12 +98,12 @@ def _patch(folder: Path) -> None:
     _run(str(folder / PROGRAM), "--version")
 
 
-def _download(scratch: Path) -> list[Path]:
-    """Download the package and all its dependencies, as if nothing were installed."""
+def download(scratch: Path, suite: str, *names: str) -> list[Path]:
+    """Download packages and all their dependencies, as if nothing were installed."""
     for subfolder in ("lists/partial", "cache/archives/partial"):
         (scratch / subfolder).mkdir(parents=True)
     (scratch / "status").touch()
-    source = f"deb [signed-by={KEYRING}] {_mirror()} {SUITE} main\n"
+    source = f"deb [signed-by={KEYRING}] {_mirror()} {suite} main\n"
     (scratch / "sources.list").write_text(source, encoding="utf-8")
     options = {
         "Dir::Etc::sourcelist": scratch / "sources.list",
@@ -122,7 +122,7 @@ def _download(scratch: Path) -> list[Path]:
     }
     apt = ["apt-get", "-qq", *(f"-o{name}={value}" for name, value in options.items())]
     _run(*apt, "update")
-    _run(*apt, "install", "--download-only", "--yes", "criu", "patchelf")
+    _run(*apt, "install", "--download-only", "--yes", *names)
     return sorted((scratch / "cache/archives").glob("*.deb"))
 
 

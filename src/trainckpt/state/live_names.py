@@ -114,17 +114,13 @@ class _Flow:
 
     def _protected(self, code: types.CodeType) -> Iterator[tuple[int, int, int]]:
         """Yield the first instruction, the end and the handler of each protected range."""
-        entries = getattr(dis.Bytecode(code), "exception_entries", ())  # Python 3.11 and later
-        for entry in entries:
+        for entry in getattr(dis.Bytecode(code), "exception_entries", ()):
             ends = (i for i, step in enumerate(self._steps) if step.offset >= entry.end)
             end = next(ends, len(self._steps))
             target = self._at[entry.target]
             near = self._steps[target : target + 2]
             if all(step.opname != "WITH_EXCEPT_START" for step in near):
                 yield self._at[entry.start], end, target
-        for i, step in enumerate(self._steps):  # Python 3.10
-            if step.opname == "SETUP_FINALLY":
-                yield i, self._at[step.argval], self._at[step.argval]
 
     def _after(self, i: int) -> list[int]:
         """Return the instructions that may follow this one."""

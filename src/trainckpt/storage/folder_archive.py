@@ -142,7 +142,7 @@ def _add(tar: tarfile.TarFile, path: Path, name: str, expected: tuple[int, int])
 
 def _extract(archive: BinaryIO, folder: Path) -> None:
     if not hasattr(tarfile, "data_filter"):
-        raise UnusableSnapshot("it cannot be unpacked safely: update Python to 3.10.12 or 3.11.4")
+        raise UnusableSnapshot("it cannot be unpacked safely: update Python to 3.11.4")
     archive.seek(0)
     try:
         with gzip.open(archive) as plain, tarfile.open(fileobj=plain, mode="r|") as tar:

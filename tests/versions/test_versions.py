@@ -1,0 +1,56 @@
+"""The core's tests, and a proof on two ranks, with the oldest torch and the newest Python."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from tests.versions import debian
+
+CORE = ("attempt", "format", "inspect", "resume", "run_directory", "save", "snapshot")
+LEFT_OUT = {
+    "trixie": ["tests/inspect/test_load.py::test_whole_and_sharded_are_read_into_each_other"],
+    "forky": [],
+}  # torch 2.6 has no FSDP2 on CPUs
+LIMIT_S = 3000.0  # 10 minutes on two cores that have nothing else to do
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(LIMIT_S + 600)]
+
+
+def run_in(release, *words):
+    """Run a command in a release; return its output, or fail with it."""
+    if reason := debian.why_not():
+        pytest.skip(reason)
+    command = debian.command_in(release, "python3", "-m", *words)
+    done = subprocess.run(command, text=True, capture_output=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, f"{done.stdout[-5000:]}{done.stderr[-5000:]}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("release", debian.PYTHON)
+def test_the_core_s_tests_pass(release):
+    words = ["pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.versions.fork_workers"]
+    words += ["--ignore=tests/save/test_growth.py"]  # it starts rclone, which is not in a release
+    words += [f"--deselect={name}" for name in LEFT_OUT[release]]
+    for warning in ("ignore::FutureWarning", "ignore:This process:DeprecationWarning"):
+        words += ["-W", warning]
+    run_in(release, *words, *(f"tests/{name}" for name in CORE))
+
+
+@pytest.mark.parametrize("release", debian.PYTHON)
+def test_two_ranks_are_proved_to_resume_bitwise(release):
+    words = (
+        "prove",
+        "--nproc",
+        "2",
+        "--stops",
+        "2",
+        "--",
+        "examples/char_gpt.py",
+        "--size",
+        "small",
+    )
+    how = ("--parallel", "ddp", "--steps", "8", "--accumulate", "3", "--workers", "2")
+    said = run_in(release, "trainckpt", *words, *how, "--save-every", "3", "--dropout", "0.1")
+    assert "bitwise" in said
