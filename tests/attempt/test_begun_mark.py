@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
 
+from trainckpt import Checkpointer
 from trainckpt.attempt.begun_mark import MARK, began_nothing, leave_mark
+from trainckpt.errors import NothingToResume
 
 
 def rank(logs, restarts):
@@ -23,6 +26,24 @@ def test_a_restart_after_ranks_that_died_in_start_up_is_a_first_start(tmp_path):
     assert began_nothing(second)
     leave_mark(second)
     assert not began_nothing(rank(tmp_path, 2))
+
+
+@pytest.mark.parametrize("requeued", [False, True])
+def test_a_job_that_slurm_requeued_is_a_restart_also_where_torchrun_s_ranks_began_nothing(
+    tmp_path, monkeypatch, requeued
+):
+    """The first ranks are refused, as the run's folder is not mounted, and torchrun tries again."""
+    rank(tmp_path / "logs", 0)
+    variables = rank(tmp_path / "logs", 1) | ({"SLURM_RESTART_COUNT": "1"} if requeued else {})
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    ckpt = Checkpointer(tmp_path / "run", model=nn.Linear(1, 1))
+    if requeued:
+        with pytest.raises(NothingToResume, match="SLURM_RESTART_COUNT=1"), ckpt:
+            pass
+    else:
+        with ckpt:
+            pass
 
 
 def test_what_is_not_known_is_no_first_start(tmp_path):

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from trainckpt.attempt.status_files import LEFT, RankStatus, read_rank_statuses, write_status
-from trainckpt.launcher.torchrun_agent import ExitRecorder, end_after_notice, read_ends
+from trainckpt.launcher.torchrun_agent import ExitRecorder, end_if_final, read_ends
 
 EXIT = [sys.executable, "-S", "-c", "raise SystemExit(3)"]
 
@@ -37,15 +37,20 @@ def test_what_ranks_reported_is_forgotten_as_others_take_their_place(tmp_path):
 
 @pytest.mark.parametrize(
     ("how", "asked", "ends"),
-    [("stopped", True, True), ("stopped", False, False), ("failed", True, False)],
+    [
+        ("stopped", True, True),
+        ("stopped", False, False),
+        ("failed", True, False),
+        ("refused", False, True),
+    ],
 )
-def test_torchrun_ends_after_a_notice_to_this_host_or_all_and_goes_on_after_others(
+def test_torchrun_ends_after_a_notice_or_a_refusal_and_goes_on_after_other_ends(
     tmp_path, how, asked, ends
 ):
     came = []
     before = signal.signal(signal.SIGTERM, lambda *_: came.append(True))
     try:
-        recorder = ExitRecorder(tmp_path, on_end=end_after_notice)
+        recorder = ExitRecorder(tmp_path, on_end=end_if_final)
         rank = recorder.popen()(EXIT, start_new_session=True)
         report(tmp_path, 0, how="finished")
         report(tmp_path, 1, how=how, asked=asked)

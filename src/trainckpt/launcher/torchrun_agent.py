@@ -11,8 +11,9 @@
 Where the number of agents may change, torchrun starts its ranks again after a failure. So
 
     before that         what the ranks before have reported is removed
-    after a notice      that this host or the whole run is to stop, torchrun is told to end. After a
-                        stop for another host's sake it starts its ranks again
+    after a notice      that this host or the whole run is to stop, torchrun is told to end, and
+                        after a refusal. After a stop for another host's sake it starts its ranks
+                        again
 
 Exit code: 0 or 1 as torchrun's, 128 + n if it was ended by a signal.
 """
@@ -33,7 +34,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from trainckpt.attempt.status_files import SUPERVISOR_VARIABLE, parse_status, read_rank_statuses
+from trainckpt.attempt.status_files import (
+    REFUSED,
+    SUPERVISOR_VARIABLE,
+    parse_status,
+    read_rank_statuses,
+)
 from trainckpt.format.attempt_record import STOPPED
 from trainckpt.gc_pause import gc_paused
 from trainckpt.launcher import nested
@@ -111,7 +117,7 @@ def main() -> int:
     """Run torchrun with this process's arguments; returns the exit code."""
     folder = Path(os.environ.get(SUPERVISOR_VARIABLE) or os.devnull)
     os.environ.setdefault(SIGNALS_VARIABLE, SIGNALS)
-    ends = ExitRecorder(folder, on_end=end_after_notice if is_elastic(sys.argv[1:]) else None)
+    ends = ExitRecorder(folder, on_end=end_if_final if is_elastic(sys.argv[1:]) else None)
     # Before torchrun takes it from there.
     subprocess.Popen = ends.popen()  # type: ignore[misc, assignment]
     if hasattr(os, "waitid"):
@@ -150,10 +156,11 @@ def all_stopped(folder: Path) -> bool:
     return all(status.how == STOPPED for status in ranks) if ranks else nested.all_stopped(folder)
 
 
-def end_after_notice(folder: Path) -> None:
-    """End torchrun, as a scheduler would, if a rank of this host stopped after a notice."""
+def end_if_final(folder: Path) -> None:
+    """End torchrun, as a scheduler would, if a rank of this host stopped after a notice, or was
+    refused: the next ranks would be refused too."""
     ranks = read_rank_statuses(folder).values()
-    if any(status.how == STOPPED and status.asked for status in ranks):
+    if any((one.how == STOPPED and one.asked) or one.how == REFUSED for one in ranks):
         os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -147,7 +147,9 @@ def _unless_nothing_began(evidence: str) -> str:
     """
     if evidence.startswith(begun_mark.RESTARTS_VARIABLE) and begun_mark.began_nothing():
         logger.info("%s, but no ranks of this agent had begun a run", evidence)
-        return ""
+        # Torchrun's restarts are no evidence, but a job that Slurm requeued is still a restart.
+        others = {n: v for n, v in os.environ.items() if n != begun_mark.RESTARTS_VARIABLE}
+        evidence = launch.evidence_of_restart(others)
     name, command = slurm.job_to_requeue(os.environ), os.environ.get(COMMAND_VARIABLE)
     if name is None or not command or not evidence.startswith(slurm.RESTARTS_VARIABLE):
         return evidence
