@@ -183,6 +183,7 @@ def test_engines_that_are_not_exact_are_refused_with_what_to_use(tmp_path):
         "no zero": ("without ZeRO", "ZeRO-2"),
         "zero 3": ("with ZeRO-3", "fully_shard"),
         "offload": ("with ZeRO-Offload", "save_checkpoint"),
+        "kernel": ("with FusedAdam on CPUs", "torch_adam"),
         "its optimizer": ("inside a DeepSpeed engine", "leave it out"),
         "the optimizer inside": ("inside the DeepSpeed engine model", "leave it out"),
         "inside": ("model/0 is DeepSpeed's", "plain engine"),

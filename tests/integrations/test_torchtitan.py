@@ -320,6 +320,7 @@ def keys(tmp_path_factory):
         ("no option", "evry"),
         ("another manager", "quorum"),
         ("own step", "train_step"),
+        ("own state", "its own state_dict"),
         ("own loop", "a loop of its own"),
     ],
 )

@@ -75,6 +75,11 @@ def main(folder):
         def train_step(self, data_iterator):
             pass
 
+    class Counts(Trainer):
+        def state_dict(self):
+            return {**super().state_dict(), "documents": 7}
+
+    note("own state", lambda: manager.refuse_trainer(Counts.__new__(Counts)))
     note("own step", lambda: manager.refuse_trainer(Own.__new__(Own)))
     note("own loop", lambda: manager.refuse_trainer(SimpleNamespace()))
     note("torchtitan's own", lambda: manager.refuse_trainer(Trainer.__new__(Trainer)))

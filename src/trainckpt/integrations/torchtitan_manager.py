@@ -351,20 +351,19 @@ def data_world(trainer: Any) -> dict[str, Any]:
     return {"mesh": _DataMesh(("batch",), (num_ranks,)), "data_dims": ("batch",)}
 
 
+_LOOP = ("train", "train_step", "batch_generator", "state_dict", "load_state_dict")
+
+
 def refuse_trainer(trainer: Any) -> None:
     """Raise `ConfigurationError` for a training loop that is not torchtitan's own."""
     kind, what = type(trainer), "a loop of its own"
     if isinstance(trainer, Trainer):
-        own = [
-            name
-            for name in ("train", "train_step")
-            if getattr(kind, name) is not getattr(Trainer, name)
-        ]
+        own = [name for name in _LOOP if getattr(kind, name) is not getattr(Trainer, name)]
         if not own:
             return
         what = f"its own {' and '.join(own)}"
     raise ConfigurationError(
-        f"{kind.__module__}.{kind.__qualname__} trains by {what}, in which trainckpt does not know "
-        "the micro-batches",
+        f"{kind.__module__}.{kind.__qualname__} has {what}, which trainckpt neither follows nor "
+        "saves",
         hint="use torchtitan.trainer.Trainer, or trainckpt.Checkpointer in that loop",
     )

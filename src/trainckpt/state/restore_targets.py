@@ -153,6 +153,8 @@ class _TargetFinder:
             for node in _nodes(items):
                 if not (optimizer.is_partitioned and self._rows(node, parameters.get(name))):
                     self.node(node, parameters.get(name))
+                    if optimizer.is_partitioned and not self._found.exact:
+                        self._must_be_a_step(node)
         for key, part in tree.items():
             for node in _nodes(part) if key != "state" else ():
                 self.node(node, None)
@@ -161,6 +163,13 @@ class _TargetFinder:
                 continue
             if name in self._entries and _fits(parameter, self._entries[name]):
                 self._found.want(name, parameter, self._entries[name])
+
+    def _must_be_a_step(self, node: dict[str, Any]) -> None:
+        """Refuse, for another number of ranks, state of a partition that lies along none of its
+        elements, such as scales of blocks: only the count of steps is the same on all ranks."""
+        name = node.get("$tensor")
+        if isinstance(name, str) and not name.endswith("/step"):
+            self._found.problems.append(f"{name} {CANNOT_BE_DIVIDED}")
 
     def _rows(self, node: dict[str, Any], part: torch.Tensor | None) -> bool:
         """Add the target of a tensor stored as partitions; False if it is stored otherwise."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from trainckpt.state.captured import Captured, Saved
 
-PART, WINDOW = "deepspeed", "deepspeed gradients"
+PART, WINDOW = "deepspeed engines", "deepspeed gradients"  # no keyword can be spelled so
 ATTRIBUTES = frozenset({"grad_accum", "_hp_grad"})  # of parameters: gradients of the window
 _ENGINE = ("deepspeed.runtime.engine", "DeepSpeedEngine")
 _ZERO = ("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer")
@@ -385,6 +385,13 @@ def _unsupported_extension(engine: Any) -> tuple[str, str] | None:
         return "with random-LTD or curriculum learning", f"leave it out, or use {_SAVE}"
     if type(zero.optimizer).__module__.startswith(_OPTIMIZERS):
         return f"with the optimizer {type(zero.optimizer).__name__}", "use AdamW"
+    kernel = type(zero.optimizer).__name__
+    on_cpu = zero.optimizer.param_groups[0]["params"][0].device.type == "cpu"
+    if on_cpu and kernel in ("FusedAdam", "DeepSpeedCPUAdam"):
+        return (
+            f"with {kernel} on CPUs, whose kernel keeps the powers of its betas to itself",
+            'add "torch_adam": true to the optimizer\'s params, or give torch.optim.AdamW',
+        )
     tracker = getattr(sys.modules.get(_CHECKPOINTING), "get_cuda_rng_tracker", None)
     if tracker is not None and tracker().get_states():
         return "with random generators of its own (model_parallel_cuda_manual_seed)", f"use {_SAVE}"
