@@ -336,7 +336,7 @@ def config_in_place_of(config: Any, options: dict[str, Any]) -> Any:
 
 
 class _DataMesh(NamedTuple):
-    """What a Checkpointer reads of a device mesh: the ranks that train different data."""
+    """Part of a device mesh that a Checkpointer reads: the ranks that train different data."""
 
     mesh_dim_names: tuple[str, ...]
     shape: tuple[int, ...]
