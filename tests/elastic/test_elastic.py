@@ -12,7 +12,7 @@ import pytest
 from tests.elastic import trace
 from tests.elastic.agents import Agents
 from tests.limits import HANG_S
-from trainckpt.stop.notice_sources import AGENT_REASON
+from trainckpt.stop.lost_parent import AGENT_REASON
 
 SAMPLES = 160
 

@@ -3,12 +3,7 @@
     the run          notice files in its directory, or objects in its store
     the wall time    by the option, or by Slurm's variable
     Slurm            where no variable holds the job's end, rank 0 asks
-    the supervisor   after it was killed (SIGKILL, or the kernel short of memory)
-    torchrun         the same, where it is the supervisor
-
-Without the supervisor a scheduler's signal reaches no rank, no restart follows, and a repeated
-command would train beside the ranks. So they stop as at any notice: nothing is lost, and the run
-directory is free. Where other agents of an elastic torchrun are left, they start ranks again.
+    a lost parent    `trainckpt run` or torchrun was killed: `lost_parent`
 
 `ProgressReporter` is polled like a source, and never has a notice.
 """
@@ -33,7 +28,6 @@ from trainckpt.attempt.status_files import (
     RestoreAnnouncement,
     launch_folder,
     read_restore_announcement,
-    supervisor_died,
     write_status,
 )
 from trainckpt.errors import ConfigurationError
@@ -44,6 +38,7 @@ from trainckpt.preemption.notice_file import NoticeFiles
 from trainckpt.preemption.polling import PollingSource
 from trainckpt.preemption.stored_notices import StoredNotices
 from trainckpt.preemption.wall_time import SLURM_VARIABLE, WallTime, process_start_s, wall_time_end
+from trainckpt.stop.lost_parent import AgentLost, SupervisorLost
 from trainckpt.storage.local import LocalTier
 
 if TYPE_CHECKING:
@@ -102,41 +97,6 @@ class LoggedNoticeSource:
         """Forget all notices after a stop is undone: the same reason is logged again. Any
         thread."""
         self._logged, self.most_urgent = set(), None
-
-
-REASON = "`trainckpt run`, which started this, is gone"
-
-
-class SupervisorLost(PolledSource):
-    """Notice source for a lost supervisor."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def poll(self) -> list[Notice]:
-        """Return a stop, once the supervisor is gone."""
-        return [Notice(REASON)] if supervisor_died(self._folder) else []
-
-
-AGENT_REASON = "torchrun, which started this rank, is gone"
-# Prefixes of reasons that concern one host. An elastic launch goes on without it.
-OF_ONE_HOST = (*OF_MACHINE, "SIG", REASON, AGENT_REASON)
-
-
-class AgentLost(PolledSource):
-    """Notice source for a lost agent of torchrun.
-
-    It knows the agent as the parent of a process that leads a session, as torchrun's ranks do.
-    Behind a wrapper that does not `exec` the script, it never has a notice.
-    """
-
-    def __init__(self) -> None:
-        leads = hasattr(os, "getsid") and os.getsid(0) == os.getpid()
-        self._agent = os.getppid() if leads else None
-
-    def poll(self) -> list[Notice]:
-        """Return a stop, once this process has another parent."""
-        return [Notice(AGENT_REASON)] if self._agent not in (None, os.getppid()) else []
 
 
 class ProgressReporter(PolledSource):

@@ -26,7 +26,7 @@ from trainckpt.errors import NoAgreement, Stopped, TrainckptError, UnusableSnaps
 from trainckpt.format.attempt_record import ENDED, FAILED, FINISHED, KILLED, STOPPED
 from trainckpt.preemption import kubernetes
 from trainckpt.preemption.slurm import COMMAND_S
-from trainckpt.stop.notice_sources import OF_ONE_HOST
+from trainckpt.stop.lost_parent import OF_ONE_HOST
 from trainckpt.stop.requeue import LINGER_S, Requeue
 
 if TYPE_CHECKING:

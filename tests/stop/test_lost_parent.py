@@ -13,17 +13,12 @@ from trainckpt.attempt.options import read_options
 from trainckpt.attempt.status_files import SUPERVISOR_VARIABLE, namespace_of
 from trainckpt.notice import Notice
 from trainckpt.ranks.world import World
-from trainckpt.stop.notice_sources import (
-    AGENT_REASON,
-    REASON,
-    AgentLost,
-    SupervisorLost,
-    further_sources,
-)
+from trainckpt.stop.lost_parent import AGENT_REASON, REASON, AgentLost, SupervisorLost
+from trainckpt.stop.notice_sources import further_sources
 
 RANK = """
 import sys, time
-from trainckpt.stop.notice_sources import AgentLost
+from trainckpt.stop.lost_parent import AgentLost
 source = AgentLost()
 print(source.poll(), flush=True)
 while not (found := source.poll()):
