@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _KEEP = """
 import ctypes, sys
-from trainckpt.storage.file_io import address, populate, private_memory
+from trainckpt.storage.direct_io import address, populate, private_memory
 from trainckpt.storage.libc import libc
 NO_LARGE_PAGES, NOT_NEEDED, PAGE, STEP = 15, 4, 4096, 1 << 20
 size = int(sys.argv[1])

@@ -23,7 +23,7 @@ from benchmarks.gpu.device import GB, fastest
 from benchmarks.gpu.facts import pcie_link
 
 from trainckpt.state.device_copy import DeviceCopier
-from trainckpt.storage.file_io import populate
+from trainckpt.storage.direct_io import populate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,8 +14,8 @@ from tests.end_to_end.overlapped import Loop, Model, adam, as_saved
 from trainckpt import Checkpointer
 from trainckpt.save import coordinator, copying
 from trainckpt.save.copying import OVERLAP
-from trainckpt.state import overlap
-from trainckpt.state.overlap import OverlappedCopy, PendingCopy
+from trainckpt.state import overlapped_copy
+from trainckpt.state.overlapped_copy import OverlappedCopy, PendingCopy
 from trainckpt.stop import shutdown
 
 
@@ -42,8 +42,8 @@ class Memory:
 @pytest.fixture
 def memory(monkeypatch):
     memory = Memory()
-    monkeypatch.setattr(overlap, "ctypes", memory)
-    monkeypatch.setattr(overlap, "CHUNK_BYTES", 4000)
+    monkeypatch.setattr(overlapped_copy, "ctypes", memory)
+    monkeypatch.setattr(overlapped_copy, "CHUNK_BYTES", 4000)
     monkeypatch.setattr(copying, "choose", lambda *_: OVERLAP)
     for limit in ("NEARLY_S", "PATIENCE_S"):  # on a busy machine too no save is put off
         monkeypatch.setattr(coordinator, limit, 120.0)
@@ -108,7 +108,7 @@ def test_a_script_that_an_alarm_ends_does_not_wait_for_copies_that_do_not_come(
 ):
     """What is not copied by then is spoiled: the script may write to its tensors from there on."""
     monkeypatch.setattr(shutdown, "SAVE_IN_FLIGHT_S", 0.1)
-    monkeypatch.setattr(overlap, "LEAVE_S", 0.1)
+    monkeypatch.setattr(overlapped_copy, "LEAVE_S", 0.1)
     model = Model()
     (optimizer,) = adam(model)
     ckpt = Checkpointer(tmp_path, model=model, optimizer=optimizer, every="never")

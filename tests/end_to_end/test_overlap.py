@@ -17,9 +17,9 @@ from trainckpt.attempt.status_files import SUPERVISOR_VARIABLE
 from trainckpt.save import coordinator, copying
 from trainckpt.save.copying import OVERLAP
 from trainckpt.snapshot import writer_client
-from trainckpt.state import captured, device_copy, overlap
+from trainckpt.state import captured, device_copy, overlapped_copy
 from trainckpt.state.capture import capture
-from trainckpt.state.overlap import (
+from trainckpt.state.overlapped_copy import (
     OverlappedCopy,
     PendingCopy,
     StepFence,
@@ -260,7 +260,7 @@ def test_only_optimizers_that_call_the_hooks_have_their_tensors_copied_beside_tr
 
 
 def test_two_threads_share_the_copies_and_each_byte_is_copied_once(monkeypatch):
-    monkeypatch.setattr(overlap, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(overlapped_copy, "CHUNK_BYTES", 1000)
     source = torch.randn(10_007)
     target = torch.zeros_like(source)
     one = OverlappedCopy([PendingCopy("w", source, target.data_ptr())], proves=True, num_threads=2)
@@ -271,7 +271,7 @@ def test_two_threads_share_the_copies_and_each_byte_is_copied_once(monkeypatch):
 
 
 def test_what_is_said_to_be_copied_is_copied_whichever_thread_was_last(monkeypatch):
-    monkeypatch.setattr(overlap, "CHUNK_BYTES", 4000)
+    monkeypatch.setattr(overlapped_copy, "CHUNK_BYTES", 4000)
     for _ in range(20):
         source = torch.randn(50_000)
         target = torch.zeros_like(source)

@@ -8,8 +8,8 @@ from tests.end_to_end.ranks import parts
 from trainckpt import Checkpointer
 from trainckpt.save import coordinator, copying
 from trainckpt.save.copying import OVERLAP
-from trainckpt.state import overlap
-from trainckpt.state.overlap import OverlappedCopy
+from trainckpt.state import overlapped_copy
+from trainckpt.state.overlapped_copy import OverlappedCopy
 
 NEVER_S = 1e6
 SAVES = 3
@@ -23,7 +23,7 @@ def save_at_each_step(rank, place, *, streams, waits):
         waits: The rank whose training waits for each save; None: none does.
     """
     copying.choose = lambda *_: OVERLAP
-    overlap.FENCE_WITHIN_S = 0.2
+    overlapped_copy.FENCE_WITHIN_S = 0.2
     coordinator.NEARLY_S = coordinator.PATIENCE_S = NEVER_S
     if rank == streams:
         os.environ["TRAINCKPT_MEMORY_BUDGET"] = "1 B"

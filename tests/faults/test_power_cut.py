@@ -37,15 +37,15 @@ from trainckpt.snapshot.restore import Reader
 from trainckpt.snapshot.verify import verify
 from trainckpt.state.destination import Destination
 from trainckpt.state.registry import Registry
-from trainckpt.storage import file_io
+from trainckpt.storage import direct_io
 from trainckpt.storage.local import LocalTier
 
 
 @pytest.fixture(autouse=True)
 def several_writers(monkeypatch):
     """A shard file of a few kilobytes is written in pieces, as a large one is."""
-    monkeypatch.setattr(file_io, "FROM_BYTES", 4096)
-    monkeypatch.setattr(file_io, "WRITE_PIECE_BYTES", 4096)
+    monkeypatch.setattr(direct_io, "FROM_BYTES", 4096)
+    monkeypatch.setattr(direct_io, "WRITE_PIECE_BYTES", 4096)
 
 
 @dataclass

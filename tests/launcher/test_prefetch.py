@@ -22,7 +22,7 @@ from trainckpt.launcher.torchrun_command import likely_run
 from trainckpt.resume import host_cache
 from trainckpt.run_directory import run_url
 from trainckpt.snapshot import fetch
-from trainckpt.storage.file_io import PAGE_BYTES
+from trainckpt.storage.direct_io import PAGE_BYTES
 from trainckpt.storage.local import Disk, LocalTier
 from trainckpt.storage.shared_memory import SharedMemoryDir
 

@@ -16,7 +16,7 @@ from tests.process_dump.test_refusals import Slower
 from trainckpt.format.dump import DumpName
 from trainckpt.launcher.dumper import Dumpable
 from trainckpt.launcher.processes import orphans_come_here
-from trainckpt.launcher.restored import AlreadyResumed, RestoredDump, supervise_restored
+from trainckpt.launcher.restored_dump import AlreadyResumed, RestoredDump, supervise_restored
 from trainckpt.launcher.signal_policy import Inbox
 from trainckpt.process_dump import criu, process_tree, restore
 from trainckpt.storage.local import LocalTier

@@ -16,10 +16,10 @@ from trainckpt.format.layout import Box, replicated
 from trainckpt.snapshot import restore
 from trainckpt.snapshot.restore import read_header
 from trainckpt.state import destination, staging
-from trainckpt.storage import file_io
+from trainckpt.storage import direct_io
 from trainckpt.storage.local import Disk, LocalTier
 
-PAGE = file_io.PAGE_BYTES
+PAGE = direct_io.PAGE_BYTES
 # Of a few bytes, of some pages, of many blocks; some of them begin where no page does.
 SHAPES = {
     "a": (3,),
@@ -37,10 +37,10 @@ SHAPES = {
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """A file of some hundred kilobytes is read as one of some gigabytes."""
-    for module in (file_io, restore, destination):
+    for module in (direct_io, restore, destination):
         monkeypatch.setattr(module, "FROM_BYTES", 4 * PAGE)
     for name in ("PIECE_BYTES", "WRITE_PIECE_BYTES"):
-        monkeypatch.setattr(file_io, name, 4 * PAGE)
+        monkeypatch.setattr(direct_io, name, 4 * PAGE)
     monkeypatch.setattr(restore, "BORROWED_FROM_BYTES", 4 * PAGE)
     monkeypatch.setattr(restore, "READ_BYTES", 8 * PAGE)
     monkeypatch.setattr(restore, "SCRATCH_BYTES", 16 * PAGE)
@@ -54,7 +54,7 @@ class Noting(layouts.Counting):
         self.parts = []
 
     def read_parts(self, key, parts, done):
-        self.parts += [(at, len(into), file_io.address(into)) for at, into in parts]
+        self.parts += [(at, len(into), direct_io.address(into)) for at, into in parts]
         super().read_parts(key, parts, done)
 
 

@@ -28,7 +28,7 @@ from trainckpt.snapshot.encrypted_writer import (
     stream_encrypted,
     write_encrypted,
 )
-from trainckpt.storage.file_io import address
+from trainckpt.storage.direct_io import address
 from trainckpt.storage.local import Disk, LocalTier
 
 NAME, KEY = SnapshotName.parse("s2~1.1"), bytes(range(32))

@@ -27,7 +27,7 @@ from trainckpt.snapshot.shard_writer import write_shard
 from trainckpt.snapshot.writer_client import WriterClient, WriterDied
 from trainckpt.state import staging
 from trainckpt.state.capture import capture
-from trainckpt.storage.file_io import address
+from trainckpt.storage.direct_io import address
 from trainckpt.storage.local import Disk, LocalTier
 from trainckpt.storage.store_errors import is_full
 

@@ -11,7 +11,7 @@ from trainckpt.state.capture import capture
 from trainckpt.state.captured import VALUES, Saved, parse_values
 from trainckpt.state.destination import Destination
 from trainckpt.state.registry import Registry
-from trainckpt.storage.file_io import private_memory
+from trainckpt.storage.direct_io import private_memory
 
 
 def registry(**tracked):

@@ -14,7 +14,7 @@ from trainckpt.state import packed_copies
 from trainckpt.state.captured import Captured
 from trainckpt.state.device_copy import AsyncCopies, CudaCalls, DeviceCopier, finish
 from trainckpt.state.staging import bytes_of, describe, stage
-from trainckpt.storage.file_io import private_memory
+from trainckpt.storage.direct_io import private_memory
 from trainckpt.storage.shared_memory import SharedMemoryDir
 
 SIZE = 4 * mmap.PAGESIZE

@@ -24,7 +24,7 @@ from trainckpt.state.staging import (
     stream,
 )
 from trainckpt.state.values import UnknownValue
-from trainckpt.storage.file_io import populate, private_memory
+from trainckpt.storage.direct_io import populate, private_memory
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from trainckpt.storage.file_io import PAGE_BYTES, address, at_address, populate, private_memory
+from trainckpt.storage.direct_io import PAGE_BYTES, address, at_address, populate, private_memory
 
 
 class Owner:

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainckpt.errors import TierUnavailable, UnusableSnapshot
-from trainckpt.storage import file_io
+from trainckpt.storage import direct_io
 from trainckpt.storage.local import Disk, LocalTier
 
-PAGE = file_io.PAGE_BYTES
+PAGE = direct_io.PAGE_BYTES
 FROM, PIECE = 2 * PAGE, 4 * PAGE  # small, so that many sizes can be tried
 SIZE = 30 * PAGE + 17
 DATA = Random(0).randbytes(SIZE)
@@ -37,8 +37,8 @@ NEAR = (
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(file_io, "FROM_BYTES", FROM)
-    monkeypatch.setattr(file_io, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(direct_io, "FROM_BYTES", FROM)
+    monkeypatch.setattr(direct_io, "PIECE_BYTES", PIECE)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def destinations(places, misplaced=()):
     """Memory for parts of the file, filled with something else; some lies as its bytes do."""
     found = []
     for number, (begin, end) in enumerate(places):
-        into = file_io.private_memory(end - begin, begin + 8 * (number in misplaced))
+        into = direct_io.private_memory(end - begin, begin + 8 * (number in misplaced))
         into[:] = b"#" * (end - begin)
         found.append((begin, into))
     return found

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from trainckpt.errors import TierUnavailable
-from trainckpt.storage import file_io
+from trainckpt.storage import direct_io
 from trainckpt.storage.local import Disk, LocalTier
 
-PAGE = file_io.PAGE_BYTES
+PAGE = direct_io.PAGE_BYTES
 FROM, PIECE = 2 * PAGE, 4 * PAGE  # small, so that many sizes can be tried
 BORDERS = (
     0,
@@ -37,8 +37,8 @@ BORDERS = (
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(file_io, "FROM_BYTES", FROM)
-    monkeypatch.setattr(file_io, "WRITE_PIECE_BYTES", PIECE)
+    monkeypatch.setattr(direct_io, "FROM_BYTES", FROM)
+    monkeypatch.setattr(direct_io, "WRITE_PIECE_BYTES", PIECE)
 
 
 class Noting(Disk):
@@ -66,7 +66,7 @@ class Noting(Disk):
 
 def memory(random, num_bytes, address):
     """Random bytes at an address that is congruent to `address`."""
-    block = file_io.private_memory(num_bytes, address)
+    block = direct_io.private_memory(num_bytes, address)
     block[:] = random.randbytes(num_bytes)
     return block
 
@@ -111,7 +111,7 @@ def test_whole_pages_of_a_large_part_go_past_the_page_cache_and_the_rest_through
         pytest.skip("this file system refuses O_DIRECT")
     assert disk.num_direct == (100 + size) // PAGE * PAGE - PAGE
     assert disk.reserved == [100 + size]
-    assert 2 <= len(disk.threads) <= 1 + file_io.NUM_WRITERS
+    assert 2 <= len(disk.threads) <= 1 + direct_io.NUM_WRITERS
 
 
 class NotOpened(Disk):

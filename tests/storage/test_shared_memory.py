@@ -14,7 +14,7 @@ import pytest
 
 from tests.faults.dead_mount import dead_mount, why_not
 from trainckpt.storage import arena as arenas
-from trainckpt.storage import file_io, shared_memory
+from trainckpt.storage import direct_io, shared_memory
 from trainckpt.storage.shared_memory import SharedMemoryDir
 
 FOLDER, FILE = "snapshots/s1~1.1", "rank00000.safetensors"
@@ -147,7 +147,7 @@ def test_what_is_held_is_copied_wherever_it_lies(place, first_byte, lies_at):
     arena.publish(FOLDER, FILE)
     arena.close()
     held = place.held(FOLDER, FILE, len(data))
-    into = file_io.private_memory(len(data) - first_byte - 99, lies_at)
+    into = direct_io.private_memory(len(data) - first_byte - 99, lies_at)
     held.fill(first_byte, into)
     assert bytes(into) == data[first_byte:-99]
     held.close()
@@ -155,7 +155,7 @@ def test_what_is_held_is_copied_wherever_it_lies(place, first_byte, lies_at):
 
 CUT = """
     import os, sys
-    from trainckpt.storage import file_io as direct
+    from trainckpt.storage import direct_io as direct
     from trainckpt.storage.shared_memory import SharedMemoryDir
     held = SharedMemoryDir.found(sys.argv[1]).held(sys.argv[2], sys.argv[3])
     os.truncate(sys.argv[4], 500_000)

@@ -17,7 +17,12 @@ from trainckpt.encryption.keys import read_identities
 from trainckpt.errors import ConfigurationError, TrainckptError, UnusableSnapshot
 from trainckpt.format.names import MANIFEST, SnapshotName
 from trainckpt.launcher.dumper import Dumpable, ability_for
-from trainckpt.launcher.restored import LISTENS, AlreadyResumed, RestoredDump, supervise_restored
+from trainckpt.launcher.restored_dump import (
+    LISTENS,
+    AlreadyResumed,
+    RestoredDump,
+    supervise_restored,
+)
 from trainckpt.launcher.supervisor_record import BY_SUPERVISOR, NamedRun
 from trainckpt.process_dump import criu, encrypted_images, restore
 from trainckpt.process_dump.dump import this_host

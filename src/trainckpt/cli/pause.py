@@ -42,7 +42,7 @@ from trainckpt.format.attempt_record import FINISHED, MAX_BYTES, STOPPED, Attemp
 from trainckpt.format.duration import WANTED, parse_duration
 from trainckpt.launcher import dumper
 from trainckpt.launcher.dumper import DumpAnswer
-from trainckpt.launcher.restored import LISTENS
+from trainckpt.launcher.restored_dump import LISTENS
 from trainckpt.launcher.supervisor_record import BY_SUPERVISOR
 from trainckpt.process_dump import criu
 from trainckpt.run_directory import run_url

@@ -27,7 +27,7 @@ from trainckpt.state.device_copy import DeviceCopier
 from trainckpt.state.staging import Shard
 from trainckpt.storage import host_resources
 from trainckpt.storage.arena import Own, has_memfd
-from trainckpt.storage.file_io import copy_bytes, private_memory
+from trainckpt.storage.direct_io import copy_bytes, private_memory
 from trainckpt.storage.host_resources import available_bytes, budget_bytes, copy_threads
 from trainckpt.storage.shared_memory import SharedMemoryDir
 

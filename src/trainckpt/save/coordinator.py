@@ -45,7 +45,7 @@ from trainckpt.save.deduplication import (
 from trainckpt.save.estimates import shard_bytes, weigh
 from trainckpt.state import staging
 from trainckpt.state.capture import capture
-from trainckpt.state.overlap import only_stepped
+from trainckpt.state.overlapped_copy import only_stepped
 
 if TYPE_CHECKING:
     import threading

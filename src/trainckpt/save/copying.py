@@ -13,7 +13,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.log import logger
-from trainckpt.state.overlap import OverlappedCopy, StepFence
+from trainckpt.state.overlapped_copy import OverlappedCopy, StepFence
 from trainckpt.state.staging import TensorsChanged
 
 if TYPE_CHECKING:

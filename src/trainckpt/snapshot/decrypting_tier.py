@@ -19,7 +19,7 @@ from trainckpt.encryption.encrypted_file import FOOTER_BYTES, TAG_BYTES, ChunkPo
 from trainckpt.encryption.keys import read_identities
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.names import SNAPSHOTS
-from trainckpt.storage.file_io import copy_bytes, private_memory
+from trainckpt.storage.direct_io import copy_bytes, private_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

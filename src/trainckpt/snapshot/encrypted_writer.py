@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from trainckpt.encryption.encrypted_file import TAG_BYTES, ChunkPosition, EncryptedLayout, Encryptor
 from trainckpt.format import digest, names
 from trainckpt.format.manifest import FileEntry, Plain
-from trainckpt.storage import file_io
-from trainckpt.storage.file_io import address, copy_bytes, private_memory
+from trainckpt.storage import direct_io
+from trainckpt.storage.direct_io import address, copy_bytes, private_memory
 from trainckpt.storage.worker_pool import SerialWorker
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class _EncryptedFile:
     ) -> Iterator[memoryview]:
         body = data[self.layout.head_bytes :]
         size = min(BLOCK_BYTES, len(body))
-        buffers = file_io.buffers(NUM_BUFFERS, size) if into is None else []
+        buffers = direct_io.buffers(NUM_BUFFERS, size) if into is None else []
         waiting: deque[Future[memoryview]] = deque()
         with ThreadPoolExecutor(NUM_SEALERS, "trainckpt-seal") as sealers:
             for number, (at, end) in enumerate(_cuts(len(body), self.layout.chunk_bytes)):

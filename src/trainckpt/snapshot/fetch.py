@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from trainckpt.errors import TrainckptError
 from trainckpt.snapshot.restore import READ_BYTES
-from trainckpt.storage.file_io import buffers
+from trainckpt.storage.direct_io import buffers
 from trainckpt.storage.local import LocalTier
 from trainckpt.storage.shared_memory import ArenaInUse
 from trainckpt.storage.worker_pool import Workers

@@ -20,7 +20,7 @@ from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import digest, names, shard_file
 from trainckpt.format.digest import Verified
 from trainckpt.snapshot.restore_plan import Planner, find, plan_restore, span
-from trainckpt.storage.file_io import FROM_BYTES, PAGE_BYTES, address, copy_bytes, private_memory
+from trainckpt.storage.direct_io import FROM_BYTES, PAGE_BYTES, address, copy_bytes, private_memory
 from trainckpt.storage.worker_pool import Workers
 
 if TYPE_CHECKING:

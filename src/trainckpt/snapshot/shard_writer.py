@@ -15,7 +15,7 @@ from trainckpt.errors import SaveFailed, UnusableSnapshot
 from trainckpt.format import digest, names
 from trainckpt.format.manifest import FileEntry
 from trainckpt.snapshot.encrypted_writer import stream_encrypted, write_encrypted
-from trainckpt.storage.file_io import address
+from trainckpt.storage.direct_io import address
 from trainckpt.storage.worker_pool import SerialWorker
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from trainckpt.errors import SaveFailed, TierUnavailable
 from trainckpt.format import digest, shard_file
 from trainckpt.format.manifest import FileEntry
 from trainckpt.snapshot import writer_process
-from trainckpt.storage.file_io import address
+from trainckpt.storage.direct_io import address
 from trainckpt.storage.local import Disk, LocalTier
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from trainckpt.format import digest, shard_file
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot.encrypted_writer import SnapshotKey
 from trainckpt.snapshot.shard_writer import write_shard
-from trainckpt.storage.file_io import address, private_memory
+from trainckpt.storage.direct_io import address, private_memory
 from trainckpt.storage.local import LocalTier
 from trainckpt.storage.store_errors import number_behind
 

@@ -22,7 +22,7 @@ from trainckpt.state.device_copy import can_upload, upload
 from trainckpt.state.parallel_copy import as_copied
 from trainckpt.state.values import UnknownValue
 from trainckpt.state.zero_copy import FROM_BYTES, Proofs, has_memory
-from trainckpt.storage.file_io import at_address
+from trainckpt.storage.direct_io import at_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,7 +16,7 @@ from trainckpt.format import shard_file
 from trainckpt.format.layout import whole
 from trainckpt.state.staging import TYPES, bytes_of
 from trainckpt.state.values import DTYPES
-from trainckpt.storage.file_io import FROM_BYTES, private_memory
+from trainckpt.storage.direct_io import FROM_BYTES, private_memory
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

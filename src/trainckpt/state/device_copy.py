@@ -29,7 +29,7 @@ import torch
 
 from trainckpt.format.shard_file import LINE_BYTES
 from trainckpt.state.packed_copies import RUN_BYTES, as_bytes, as_runs, pack
-from trainckpt.storage.file_io import at_address
+from trainckpt.storage.direct_io import at_address
 from trainckpt.storage.libc import libc
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ from trainckpt.format.layout import whole
 from trainckpt.format.shard_file import Region, ShardHeader
 from trainckpt.state.captured import add_values
 from trainckpt.state.device_copy import DeviceCopier, brought_back, new_buffer, on_host
-from trainckpt.state.overlap import PendingCopy
+from trainckpt.state.overlapped_copy import PendingCopy
 from trainckpt.state.packed_copies import as_bytes
-from trainckpt.storage.file_io import at_address, private_memory
+from trainckpt.storage.direct_io import at_address, private_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping

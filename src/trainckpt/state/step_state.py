@@ -1,7 +1,7 @@
 """The state of this rank at the start of a window, stored until the next one is safe.
 
 Large tensors changed only by an optimizer step are not copied whole. Only the shares stored by this
-rank, for itself or others, are copied, and that during training (`overlap`). Everything else is
+rank, for itself or others, are copied, and that during training (`overlapped_copy`). Everything else is
 copied to the host at once. State of this rank alone goes to one small shard file, complete with
 digests, for a copy on another host.
 
@@ -25,8 +25,8 @@ from trainckpt.format.manifest import TensorEntry
 from trainckpt.state import staging
 from trainckpt.state.adapters.gradients import PART as GRADIENTS
 from trainckpt.state.captured import Captured
-from trainckpt.state.overlap import OverlappedCopy, PendingCopy
-from trainckpt.storage.file_io import private_memory
+from trainckpt.state.overlapped_copy import OverlappedCopy, PendingCopy
+from trainckpt.storage.direct_io import private_memory
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

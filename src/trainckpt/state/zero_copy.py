@@ -14,7 +14,7 @@ import torch
 
 from trainckpt.format import digest
 from trainckpt.format.shard_file import LINE_BYTES
-from trainckpt.storage.file_io import at_address
+from trainckpt.storage.direct_io import at_address
 from trainckpt.storage.worker_pool import Workers
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainckpt.storage.file_io import populate
+from trainckpt.storage.direct_io import populate
 from trainckpt.storage.private_files import must_be_private
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import TierUnavailable, UnusableSnapshot
-from trainckpt.storage.file_io import NUM_READERS, Direct, FileReader, new_file, read_parts
+from trainckpt.storage.direct_io import NUM_READERS, Direct, FileReader, new_file, read_parts
 from trainckpt.storage.libc import libc
 
 if TYPE_CHECKING:

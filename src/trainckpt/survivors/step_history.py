@@ -32,7 +32,7 @@ from trainckpt.snapshot.save_plan import equal_groups, plan_save
 from trainckpt.state import staging, tensor_digests
 from trainckpt.state.capture import capture
 from trainckpt.state.device_copy import DeviceCopier
-from trainckpt.state.overlap import only_stepped
+from trainckpt.state.overlapped_copy import only_stepped
 from trainckpt.state.step_hooks import untraced
 from trainckpt.state.step_state import (
     Gradients,
@@ -42,7 +42,7 @@ from trainckpt.state.step_state import (
     small_file,
     without_gradients,
 )
-from trainckpt.storage.file_io import private_memory
+from trainckpt.storage.direct_io import private_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

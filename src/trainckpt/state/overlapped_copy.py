@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from trainckpt.state.capture_cache import LEAST_BYTES
 from trainckpt.state.device_copy import DeviceCopier
 from trainckpt.state.step_hooks import calls_hooks, untraced
-from trainckpt.storage.file_io import at_address
+from trainckpt.storage.direct_io import at_address
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
