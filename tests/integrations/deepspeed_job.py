@@ -86,10 +86,10 @@ def main(config):
     if config.get("own"):
         train_with_its_own_checkpoint(config, engine, loader, line)
         return
-    if config.get("without_window"):
+    if config.get("without"):  # a step of the restore
         from trainckpt.state.adapters.deepspeed_engine import EngineState
 
-        EngineState.apply_window = lambda *_: None
+        setattr(EngineState, config["without"], lambda *_: None)
     with trainckpt.Checkpointer(
         config["run"], model=engine, loader=loader, stop_at="micro-batch", every="1000 steps"
     ) as ckpt:

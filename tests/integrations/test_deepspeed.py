@@ -121,12 +121,23 @@ def test_a_run_stopped_inside_a_window_is_the_uninterrupted_one(runs, kind, faul
 def test_without_the_gradients_inside_the_engine_the_run_would_be_another(runs, kind):
     """ZeRO-1 in fp32 has them in `.grad`, as any model."""
     straight = trained(runs(kind).first(), 0)
-    folder = runs(kind).resumed("SIGKILL", "without its window", without_window=True)
+    folder = runs(kind).resumed("SIGKILL", "without its window", without="apply_window")
     resumed = [line for line in lines(folder, 0) if "number" in line][AT + 1 :]
     assert [line["number"] for line in resumed] == list(range(AT, MICRO_BATCHES))
     assert resumed[0]["loss"] == straight[AT]["loss"]  # the weights are as they were
     assert resumed[0]["norm"] != straight[AT]["norm"]
     assert resumed[1]["loss"] != straight[AT + 1]["loss"]
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero2"])
+def test_without_the_engine_s_counters_the_window_would_end_elsewhere(runs, kind):
+    straight = trained(runs(kind).first(), 0)
+    folder = runs(kind).resumed("SIGKILL", "without its counters", without="apply")
+    resumed = [line for line in lines(folder, 0) if "number" in line][AT + 1 :]
+    assert resumed[0]["loss"] == straight[AT]["loss"]
+    assert [line["steps"] for line in resumed] != [
+        straight[line["number"]]["steps"] for line in resumed
+    ]
 
 
 @pytest.mark.parametrize("kind", ["zero1", "zero2", "zero1-bf16", "zero2-bf16"])

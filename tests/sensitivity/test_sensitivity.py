@@ -43,6 +43,11 @@ HOOKS = "DDP communication hooks"  # tests/end_to_end/test_ddp_kinds.py has such
 PLAIN_TENSORS = "plain tensors"  # tests/state/test_plain_tensors.py restores them over others
 FSDP2 = "FSDP2's gradients"  # tests/state/test_fsdp.py leaves them out
 
+DEEPSPEED = {
+    "DeepSpeed's counters",
+    "DeepSpeed's gradients",
+}  # tests/integrations/test_deepspeed.py
+
 
 def differences(setting, broken):
     resumed = setting.resumed(broken)
@@ -61,7 +66,7 @@ def final_weights(records):
 def test_every_step_of_the_restore_is_switched_off_by_some_case():
     """The order of the restore is data; a step added to it needs a case here."""
     assert {name for name, *_ in apply.STEPS} <= {
-        *(*NAMED, FIND_UNUSED, HOOKS, PLAIN_TENSORS, FSDP2),
+        *(*NAMED, FIND_UNUSED, HOOKS, PLAIN_TENSORS, FSDP2, *DEEPSPEED),
     }
 
 

@@ -1,9 +1,9 @@
 """The state of this rank at the start of a window, stored until the next one is safe.
 
 Large tensors changed only by an optimizer step are not copied whole. Only the shares stored by this
-rank, for itself or others, are copied, and that during training (`overlapped_copy`). Everything else is
-copied to the host at once. State of this rank alone goes to one small shard file, complete with
-digests, for a copy on another host.
+rank, for itself or others, are copied, and that during training (`overlapped_copy`). Everything
+else is copied to the host at once. State of this rank alone goes to one small shard file, complete
+with digests, for a copy on another host.
 
 Gradients are left out: a window begins without any. A script may add to gradients of the window
 before if it did not drop them; the next step state shows it (`Gradients`).
