@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import time
 
 import pytest
 
 from tests.end_to_end import lora
 from tests.end_to_end.training import attempt, crashed, record, usable
 from tests.faults.test_bad_bytes import flip
+from tests.limits import HANG_S
 from tests.long_cases import long
 from tests.ranks.processes import preload, run_ranks
 from trainckpt.errors import ConfigurationError, TierUnavailable
@@ -33,12 +35,20 @@ def tiered(tmp_path_factory):
     """A run that crashed, all of whose snapshots are in two slower tiers."""
     folder = tmp_path_factory.mktemp("tiered")
 
+    tiers = [folder / "near", folder / "far"]
+
+    def committed(place):
+        return {path.parent.name for path in place.glob("snapshots/*/manifest.json")}
+
     def durable(ckpt, _):
         saved = ckpt._attempt.saver.in_flight
         if saved is not None:
             saved.wait("durable")
+        ends_s = time.monotonic() + HANG_S  # a save that is over here may still be on its way there
+        while any(committed(folder / "run") - committed(tier) for tier in tiers):
+            assert time.monotonic() < ends_s
+            time.sleep(0.01)
 
-    tiers = [folder / "near", folder / "far"]
     crashed(folder / "run", CRASH_AT, epochs=3, tiers=tiers, inside=durable)
     assert usable(folder / "run") == usable(folder / "near") == usable(folder / "far")
     SharedMemoryDir.of(str(folder / "run")).remove()
