@@ -9,11 +9,11 @@ import pytest
 from tests.versions import debian
 
 CORE = ("attempt", "format", "inspect", "resume", "run_directory", "save", "snapshot")
-LEFT_OUT = {
+LEFT_OUT = {  # torch 2.6 has no FSDP2 on CPUs
     "trixie": ["tests/inspect/test_load.py::test_whole_and_sharded_are_read_into_each_other"],
     "forky": [],
-}  # torch 2.6 has no FSDP2 on CPUs
-LIMIT_S = 3000.0  # 10 minutes on two cores that have nothing else to do
+}
+LIMIT_S = 3000.0
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(LIMIT_S + 600)]
 

@@ -57,9 +57,8 @@ class ComparedContent:
         self._name = name
         self._report = report
         self._as_begun = content(loader.dataset)
-        is_stream = isinstance(
-            loader.dataset, IterableDataset
-        )  # which may write them as it is read
+        # a stream may write its arrays as it is read
+        is_stream = isinstance(loader.dataset, IterableDataset)
         self._marks = {} if is_stream else marks(loader.dataset)
         self._cached_before: dict[str, list[Any]] = {}  # of before a stop, not made again
 

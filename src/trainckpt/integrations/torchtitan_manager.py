@@ -355,7 +355,7 @@ _LOOP = ("train", "train_step", "batch_generator", "state_dict", "load_state_dic
 
 
 def refuse_trainer(trainer: Any) -> None:
-    """Raise `ConfigurationError` for a training loop that is not torchtitan's own."""
+    """Raise `ConfigurationError` for a loop, or state of a trainer, that is not torchtitan's."""
     kind, what = type(trainer), "a loop of its own"
     if isinstance(trainer, Trainer):
         own = [name for name in _LOOP if getattr(kind, name) is not getattr(Trainer, name)]

@@ -16,7 +16,7 @@ from trainckpt.notice import OF_MACHINE, Notice, PolledSource
 if TYPE_CHECKING:
     from pathlib import Path
 
-REASON = "`trainckpt run`, which started this, is gone"
+REASON = "loss of `trainckpt run`, which started this"
 
 
 class SupervisorLost(PolledSource):
@@ -30,7 +30,7 @@ class SupervisorLost(PolledSource):
         return [Notice(REASON)] if supervisor_died(self._folder) else []
 
 
-AGENT_REASON = "torchrun, which started this rank, is gone"
+AGENT_REASON = "loss of torchrun, which started this rank"
 # Prefixes of reasons that concern one host. An elastic launch goes on without it.
 OF_ONE_HOST = (*OF_MACHINE, "SIG", REASON, AGENT_REASON)
 
