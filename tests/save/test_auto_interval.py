@@ -8,14 +8,13 @@ import pytest
 
 from trainckpt.attempt.options import read_options
 from trainckpt.format.attempt_record import FAILED, FINISHED, KILLED, STOPPED, AttemptRecord
+from trainckpt.planning.run_history import PRIOR_S, mean_time_between_failures_s
 from trainckpt.save.schedule import (
     FIRST_S,
     LEAST_S,
     MOST_S,
-    PRIOR_S,
     SaveSchedule,
     interval_s,
-    mean_time_between_failures_s,
 )
 
 
