@@ -155,7 +155,8 @@ def save_side(plan, rank):
 
     def work():
         planned = plan_save(held, layouts, rank=rank)
-        header = ShardHeader(rank, plan.world, shard_file.lay_out(planned))
+        laid_out = shard_file.lay_out(planned)
+        header = shard_file.reserve(ShardHeader(rank, plan.world, laid_out))
         return planned, shard_file.build(header)
 
     seconds, (planned, head) = timed(work)

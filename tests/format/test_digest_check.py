@@ -29,7 +29,8 @@ def shard_of(sizes, seed=0, *, by_block=True):
         else digest(data[r.key])
         for r in regions
     }
-    header = shard_file.with_digests(ShardHeader(0, 1, regions), digests)
+    header = shard_file.reserve(ShardHeader(0, 1, regions))
+    header = shard_file.with_digests(header, digests)
     head = shard_file.build(header)
     return head, head + b"".join(data[region.key] for region in regions)
 

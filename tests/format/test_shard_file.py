@@ -16,6 +16,7 @@ from trainckpt.format.shard_file import ITEM_BYTES, PAGE_BYTES, Region, ShardHea
 
 DIGEST = digest(b"x")
 OLDER = "s2~1.1/rank00000.safetensors"
+ESCAPES = 12  # most bytes that an escaped character of a name is counted with, and does not take
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
@@ -24,6 +25,7 @@ def headers(draw):
     """A header with any mix of types, shapes and cuts."""
     regions = []
     for number in range(draw(st.integers(0, 6))):
+        name = f"t{number}" + draw(st.sampled_from(["", "ü", "\\", '"', "\x00", "\U0001f600"]))
         of = draw(SHAPES)
         offset, shape = (0,) * len(of), of
         if of and of[0] > 1 and draw(st.booleans()):
@@ -32,11 +34,12 @@ def headers(draw):
             offset, shape = (first, *offset[1:]), (last - first, *of[1:])
         dtype = draw(st.sampled_from(sorted(ITEM_BYTES)))
         true = draw(st.sampled_from(["", "complex128"])) if dtype == "U8" else ""
-        regions.append(Region(f"t{number}ü", dtype, offset, shape, of, true))
+        regions.append(Region(name, dtype, offset, shape, of, true))
     older = st.sampled_from([OLDER, "s3m1~1.2/rank00000.safetensors"])
     references = draw(st.dictionaries(st.sampled_from(["w", "v[0:2]", "ü"]), older))
     laid_out = shard_file.lay_out(regions)
-    return ShardHeader(draw(st.integers(0, 9)), 10, laid_out, references=references)
+    header = ShardHeader(draw(st.integers(0, 9)), 10, laid_out, references=references)
+    return shard_file.reserve(header)
 
 
 @given(headers())
@@ -58,6 +61,22 @@ def test_data_begins_at_a_page_and_digests_do_not_move_it(header):
     filled = shard_file.with_digests(header, {r.key: DIGEST for r in header.regions})
     assert len(head) % PAGE_BYTES == 0
     assert len(shard_file.build(filled)) == len(head) == shard_file.header_length(head, "x")
+
+
+@given(headers())
+def test_less_than_a_page_more_is_reserved_than_the_header_takes(header):
+    text = shard_file.build(header).rstrip(b" ")
+    most_shorter = 2 * len(str(header.data_bytes)) * len(header.regions)  # of the offsets
+    assert header.header_bytes - PAGE_BYTES < len(text) + most_shorter + ESCAPES * len(
+        header.regions
+    )
+
+
+def test_a_header_that_outgrows_its_place_is_refused():
+    region = Region("w", "U8", (0,), (5,), (5,))
+    header = shard_file.reserve(ShardHeader(0, 1, (region,)))
+    with pytest.raises(UnusableSnapshot, match="room"):
+        shard_file.build(shard_file.with_digests(header, {"w": DIGEST * 200}))
 
 
 @given(headers())

@@ -241,14 +241,44 @@ def lay_out(regions: Sequence[Region]) -> tuple[Region, ...]:
     return tuple(placed)
 
 
-def build(header: ShardHeader) -> bytes:
-    """Return the file's first bytes: length, header, padding.
+def reserve(header: ShardHeader) -> ShardHeader:
+    """Return the header with `header_bytes` that suffice for it, whatever its digests.
 
-    The length does not depend on the digests, which may be missing.
+    Training waits while a file is laid out, and to write the JSON takes several times as long as
+    this sum of lengths. The sum is exact but for the offsets, which count with the most digits.
+    """
+    spell, digits = json.encoder.encode_basestring_ascii, len(str(header.data_bytes))
+    of_dtypes = {dtype: len(f':{{"dtype":"{dtype}","shape":') for dtype in ITEM_BYTES}
+    of_offsets = len(',"data_offsets":[,]},') + 2 * digits
+    of_digest = len(r":\"\",")
+    of_shapes: dict[tuple[int, ...], int] = {}
+    size = len(json_io.canonical({"__metadata__": {METADATA_KEY: _metadata(header, digests={})}}))
+    for region in header.regions:
+        shape = region.shape
+        if (of_shape := of_shapes.get(shape)) is None:
+            of_shape = of_shapes[shape] = len(json_io.canonical(shape))
+        key = len(spell(region.key))
+        # In the metadata, JSON inside a string, each quote and backslash gets one more backslash.
+        nested = key + 2 if key == len(region.key) + 2 else 2 * key
+        size += key + of_dtypes[region.dtype] + of_shape + of_offsets
+        size += nested + of_digest + digest.NUM_HEX * region.num_blocks
+    return replace(header, header_bytes=8 + size + -(8 + size) % PAGE_BYTES)
+
+
+def build(header: ShardHeader) -> bytes:
+    """Return the file's first bytes: length, header, padding up to `header_bytes`.
+
+    Digests may be missing.
+
+    Raises:
+        UnusableSnapshot: safetensors reads no header of this size, or too little is reserved.
     """
     metadata = json_io.canonical({"__metadata__": {METADATA_KEY: _metadata(header)}}).decode()
     text = (f"{metadata[:-1]},{header.members}}}" if header.members else metadata).encode()
-    text += b" " * (-(8 + len(text)) % PAGE_BYTES)
+    missing = header.header_bytes - 8 - len(text)
+    if missing < 0:
+        raise UnusableSnapshot(f"a header of {len(text)} bytes got room for {len(text) + missing}")
+    text += b" " * missing
     if len(text) > MAX_HEADER_BYTES:
         raise UnusableSnapshot(f"a header of {len(text)} bytes is more than safetensors reads")
     return len(text).to_bytes(8, "little") + text
@@ -313,13 +343,16 @@ def with_digests(header: ShardHeader, digests: Mapping[str, str]) -> ShardHeader
     return header
 
 
-def _metadata(header: ShardHeader) -> str:
+def _metadata(header: ShardHeader, digests: dict[str, str] | None = None) -> str:
+    """Return the JSON of our own facts, with other `digests` where they are given."""
+    if digests is None:
+        digests = {r.key: r.digest or digest.PLACEHOLDER * r.num_blocks for r in header.regions}
     facts: dict[str, Any] = {
         "format": names.WRITTEN,
         "rank": header.rank,
         "world": header.world,
         "digest": digest.ALGORITHM,
-        "digests": {r.key: r.digest or digest.PLACEHOLDER * r.num_blocks for r in header.regions},
+        "digests": digests,
         "regions": {
             r.key: {"tensor": r.tensor, "offset": r.offset, "of": r.of}
             for r in header.regions

@@ -311,8 +311,7 @@ def _copied(target: int, source: torch.Tensor) -> str:
 
 def _laid_out(header: ShardHeader) -> ShardHeader:
     """Return the header with all offsets."""
-    header = replace(header, regions=shard_file.lay_out(header.regions))
-    return replace(header, header_bytes=len(shard_file.build(header)))
+    return shard_file.reserve(replace(header, regions=shard_file.lay_out(header.regions)))
 
 
 @torch.no_grad()
