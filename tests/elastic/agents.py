@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from tests.campaign import launch
 from tests.limits import HANG_S
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 SCRIPT = str(Path(__file__).with_name("train.py"))
 MOST = 4
@@ -125,6 +125,21 @@ class Agents:
 
     def train_quickly(self) -> None:
         (self.trace / "slowly").unlink()
+
+    @contextmanager
+    def held_before_the_checkpointer(self) -> Iterator[None]:
+        """Hold ranks that start meanwhile; entered ones go on at the end."""
+        waits = self.trace / "waits"
+        waits.touch()
+        yield
+        waits.unlink()
+
+    def until_held(self, ranks: int) -> None:
+        """Wait until so many ranks are held."""
+        ends_s = time.monotonic() + HANG_S
+        while len(list(self.trace.glob("waiting-*"))) < ranks:
+            assert time.monotonic() < ends_s, self.said(3000)
+            time.sleep(0.05)
 
     def running(self) -> list[subprocess.Popen[bytes]]:
         return [agent for agent in self.started if agent.poll() is None]

@@ -71,6 +71,18 @@ def test_an_agent_that_comes_and_is_killed_alone_costs_no_step(agents):
 
 
 @pytest.mark.long
+def test_a_rank_whose_agent_is_killed_before_its_checkpointer_stops_too(agents):
+    with agents.held_before_the_checkpointer():
+        agent = agents.start()
+        agents.until_held(1)
+        (orphan,) = agents.kill_alone(agent)
+    assert psutil.wait_procs([orphan], HANG_S)[1] == []
+    assert f"stopped by {AGENT_REASON}" in agents.said()
+    agents.start()
+    assert [start.step for start in ends(agents)] == [0, 0]
+
+
+@pytest.mark.long
 def test_two_agents_one_and_two_again_train_every_sample_once(agents):
     agents.start()
     second = agents.start()

@@ -1,7 +1,8 @@
 """A script for torchrun with a number of agents that changes: train.py RUN TRACE EPOCHS SAMPLES.
 
 Each rank of each attempt writes TRACE/<attempt>.<rank>: a line where it begins, and one for each
-micro-batch after its step. While there is a file TRACE/slowly, it trains slowly.
+micro-batch after its step. While there is a file TRACE/slowly, it trains slowly; while there is
+TRACE/waits, it does not get to its Checkpointer, and says so in TRACE/waiting-<pid>.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import trainckpt
 
 PACE_S, SLOW_PACE_S = 0.05, 0.5  # a micro-batch, so that agents have time to come and go
+WAIT_S = 0.05
 NOBODY_CAME_S = 20.0  # a rank that waits so long for another fails, and is started again
 
 
@@ -47,6 +49,10 @@ def main(place: str, trace: str, epochs: int, samples: int) -> None:
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     data = Numbers(samples)
     loader = DataLoader(data, 1, sampler=DistributedSampler(data, seed=1))
+    if (waits := Path(trace, "waits")).exists():
+        Path(trace, f"waiting-{os.getpid()}").touch()
+        while waits.exists():
+            time.sleep(WAIT_S)
     with trainckpt.Checkpointer(
         place, model=model, optimizer=optimizer, loader=loader, every="4 steps"
     ) as ckpt:

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from trainckpt.attempt.status_files import LEFT, RankStatus, read_rank_statuses, write_status
+from tests.campaign import launch
+from tests.limits import HANG_S
+from trainckpt.attempt.status_files import (
+    LEFT,
+    SUPERVISOR_VARIABLE,
+    RankStatus,
+    read_rank_statuses,
+    write_status,
+)
 from trainckpt.launcher.torchrun_agent import ExitRecorder, end_if_final, read_ends
+from trainckpt.launcher.torchrun_command import torchrun_command
 
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+(folder / f"rank{rank}.json").write_text((folder / "refused").read_text())
+if rank == "1":
+    time.sleep(1)  # torchrun looks ten times a second whether it is to end
+    print("rank 1 has ended by itself")
+"""
 EXIT = [sys.executable, "-S", "-c", "raise SystemExit(3)"]
 
 
@@ -59,3 +78,19 @@ def test_torchrun_ends_after_a_notice_or_a_refusal_and_goes_on_after_other_ends(
     finally:
         signal.signal(signal.SIGTERM, before)
     assert bool(came) is ends
+
+
+def test_a_script_with_an_option_nnodes_does_not_make_the_number_of_agents_change(tmp_path):
+    write_status(tmp_path / "refused", RankStatus(0, 1, "h", "/run", state=LEFT, how="refused"))
+    (tmp_path / "script.py").write_text(SCRIPT)
+    script = [str(tmp_path / "script.py"), str(tmp_path), "--nnodes", "1:4"]
+    done = subprocess.run(
+        torchrun_command(2, [], script),
+        env={**os.environ, **launch.environment(), SUPERVISOR_VARIABLE: str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 has ended by itself" in done.stdout

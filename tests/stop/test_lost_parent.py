@@ -97,6 +97,20 @@ def test_an_orphan_of_torchrun_has_a_notice():
     agent.stdout.close()
 
 
+def test_an_orphan_has_a_notice_though_torchrun_was_killed_before_it_looked():
+    waits = "import sys; print(flush=True); sys.stdin.read()\n" + RANK
+    command = [sys.executable, "-c", AGENT, waits]
+    agent = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert agent.stdout.readline() == "\n"
+    agent.kill()
+    agent.wait()
+    agent.stdin.close()
+    assert AGENT_REASON in agent.stdout.readline()
+    agent.stdout.close()
+
+
 def test_a_process_that_leads_no_session_is_no_orphan_of_torchrun():
     """Its parent may end without harm, as a shell's does."""
     script = RANK.split("while", maxsplit=1)[0] + "time.sleep(0.5)\nprint(source.poll())\n"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainckpt.attempt.launch import COMMAND_VARIABLE, command_hash
-from trainckpt.attempt.options import THIS_HOST, THROUGH_TIERS
+from trainckpt.attempt.options import THIS_HOST, THROUGH_TIERS, TOML_FILE, read_options
 from trainckpt.cli import dumps, output
 from trainckpt.cli.output import tell
 from trainckpt.errors import ConfigurationError
@@ -39,7 +39,8 @@ _NO_SCRIPT = {"-m", "--module", "--no-python", "--no_python"}
 _NO_SCRIPT_VARIABLES = {"PET_MODULE", "PET_NO_PYTHON"}  # the same, in the environment
 # Of launches whose number of agents changes. Without the first, ranks do not find each other once
 # an agent has joined. As agents change, torchrun gives ranks 30 s, whatever its own timeout.
-ELASTIC = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TRAINCKPT_GRACE": "30 s"}
+GRACE_VARIABLE = "TRAINCKPT_GRACE"
+ELASTIC = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", GRACE_VARIABLE: "30 s"}
 COMPILE_CACHE_VARIABLE = "TRAINCKPT_COMPILE_CACHE"  # of the option
 # None where the command made no Checkpointer, or died too early for its record to say.
 KEYS = ("outcome", "snapshot", "kind", "exactness", "lost_micro_batches", "tiers", "seconds")
@@ -92,7 +93,7 @@ def execute(arguments: argparse.Namespace) -> int:
         first_launch = FirstLaunch(digest, argv, run)
         environment = {COMMAND_VARIABLE: digest}
         if elastic:
-            environment |= {name: os.environ.get(name, value) for name, value in ELASTIC.items()}
+            environment |= elastic_variables()
         if arguments.compile_cache is not None:
             environment[COMPILE_CACHE_VARIABLE] = arguments.compile_cache
         result = supervise(
@@ -108,6 +109,15 @@ def execute(arguments: argparse.Namespace) -> int:
         )
         ask_to_be_queued_again(result, inbox, first=first_launch)
     return report(result, as_json=arguments.json)
+
+
+def elastic_variables() -> dict[str, str]:
+    """Return the variables of a launch whose number of agents changes; what is set stands."""
+    variables = {name: os.environ.get(name, value) for name, value in ELASTIC.items()}
+    with contextlib.suppress(ConfigurationError):  # the ranks refuse such a file
+        if read_options({}).origins["grace"] == TOML_FILE:
+            del variables[GRACE_VARIABLE]
+    return variables
 
 
 def _must_be_there(command: Sequence[str], options: Sequence[str]) -> None:

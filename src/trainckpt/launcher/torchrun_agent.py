@@ -44,7 +44,7 @@ from trainckpt.format.attempt_record import STOPPED
 from trainckpt.gc_pause import gc_paused
 from trainckpt.launcher import nested
 from trainckpt.launcher.processes import children
-from trainckpt.launcher.torchrun_command import is_elastic
+from trainckpt.launcher.torchrun_command import is_elastic, options_of
 from trainckpt.storage.private_files import atomic_write_json
 
 if TYPE_CHECKING:
@@ -117,7 +117,8 @@ def main() -> int:
     """Run torchrun with this process's arguments; returns the exit code."""
     folder = Path(os.environ.get(SUPERVISOR_VARIABLE) or os.devnull)
     os.environ.setdefault(SIGNALS_VARIABLE, SIGNALS)
-    ends = ExitRecorder(folder, on_end=end_if_final if is_elastic(sys.argv[1:]) else None)
+    agents_change = is_elastic(options_of(sys.argv[1:]))
+    ends = ExitRecorder(folder, on_end=end_if_final if agents_change else None)
     # Before torchrun takes it from there.
     subprocess.Popen = ends.popen()  # type: ignore[misc, assignment]
     if hasattr(os, "waitid"):

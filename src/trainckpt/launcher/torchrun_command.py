@@ -130,8 +130,12 @@ def restarts_ranks(command: Sequence[str]) -> bool:
     """Return True if a command is a torchrun that starts its ranks again as agents come and go."""
     if not is_torchrun(command):
         return False
-    options = list(command[3:])
-    return is_elastic(options[: options.index("--")] if "--" in options else options)
+    return is_elastic(options_of(command[3:]))
+
+
+def options_of(arguments: Sequence[str]) -> Sequence[str]:
+    """Return torchrun's own options: what `torchrun_command` puts before the `--`."""
+    return arguments[: arguments.index("--")] if "--" in arguments else arguments
 
 
 def recorded_form(options: Sequence[str], command: Sequence[str]) -> list[str]:

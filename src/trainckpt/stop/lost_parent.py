@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from trainckpt.attempt.rank_agent import agent_pid, is_orphan
 from trainckpt.attempt.status_files import supervisor_died
 from trainckpt.notice import OF_MACHINE, Notice, PolledSource
 
@@ -43,9 +44,10 @@ class AgentLost(PolledSource):
     """
 
     def __init__(self) -> None:
-        leads = hasattr(os, "getsid") and os.getsid(0) == os.getpid()
-        self._agent = os.getppid() if leads else None
+        self._agent = agent_pid()
+        self._is_lost = self._agent is not None and is_orphan()
 
     def poll(self) -> list[Notice]:
-        """Return a stop, once this process has another parent."""
-        return [Notice(AGENT_REASON)] if self._agent not in (None, os.getppid()) else []
+        """Return a stop, once this process has no agent, or another parent than at first."""
+        is_lost = self._is_lost or self._agent not in (None, os.getppid())
+        return [Notice(AGENT_REASON)] if is_lost else []
