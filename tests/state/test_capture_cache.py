@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.utils import parametrize
 
 from trainckpt.save.deduplication import SavePlanCache
 from trainckpt.state import staging
 from trainckpt.state.capture import capture
-from trainckpt.state.capture_cache import ModuleWalk, TensorBlock
+from trainckpt.state.capture_cache import ModuleWalk, TensorBlock, own_parts
 from trainckpt.state.captured import Captured
 from trainckpt.state.registry import Registry
 
@@ -34,10 +37,12 @@ class Double(nn.Module):
 class Training:
     """A model whose parameters have state, but for those of the last part."""
 
-    def __init__(self):
+    def __init__(self, *, sharded=False):
         torch.manual_seed(0)
         self.model = nn.ModuleDict({name: Part() for name in ("x", "y", "z")})
         self.x, self.y, self.z = self.model.values()
+        if sharded:
+            fully_shard(self.x)
         self.optimizer = torch.optim.AdamW([*self.x.parameters(), *self.y.parameters()])
         self.step(self.x, self.y)
 
@@ -180,6 +185,41 @@ IN_PLACE = {
 }
 
 
+def place(t, placement, *, names=None):
+    """Let the first moment of `x.a` keep its memory, and lie over its mesh in this way."""
+    moment = t.state(t.x.a)["exp_avg"]
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=names) if names else moment.device_mesh
+    t.state(t.x.a)["exp_avg"] = DTensor.from_local(moment.to_local(), mesh, [placement])
+
+
+def unshard_state(t):
+    t.state(t.x.a)["exp_avg"] = t.state(t.x.a)["exp_avg"].to_local()
+
+
+def reallocate(t):
+    moment = t.state(t.x.a)["exp_avg"]
+    fresh = torch.randn(moment.to_local().shape)
+    t.state(t.x.a)["exp_avg"] = DTensor.from_local(fresh, moment.device_mesh, moment.placements)
+
+
+SHARDED = {
+    "a moment is replicated": lambda t: place(t, Replicate()),
+    "a moment is cut along another dimension": lambda t: place(t, Shard(1)),
+    "a moment lies on another mesh": lambda t: place(t, Shard(0), names=("others",)),
+    "a moment is not sharded": unshard_state,
+    "a moment has other memory": reallocate,
+    "a parameter is frozen": lambda t: t.x.a.requires_grad_(False),
+}
+
+
+@pytest.fixture
+def one_rank():
+    """A group of one rank."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("case", [*CHANGES, *IN_PLACE])
 def test_a_save_after_a_change_is_the_same_file_as_a_first_one(case):
     training = Training()
@@ -192,24 +232,48 @@ def test_a_save_after_a_change_is_the_same_file_as_a_first_one(case):
     assert saves.file() == another.file()
 
 
+@pytest.mark.parametrize("case", [*SHARDED, *IN_PLACE])
+@pytest.mark.usefixtures("one_rank")
+def test_a_save_after_a_change_of_sharded_tensors_is_the_same_file_as_a_first_one(case):
+    training = Training(sharded=True)
+    saves, first, another = (Saves(training) for _ in range(3))
+    saves.file()
+    saves.file()
+    {**SHARDED, **IN_PLACE}[case](training)
+    assert saves.file() == first.file()
+    training.model["z"].seen.add_(1)
+    assert saves.file() == another.file()
+
+
 @pytest.mark.parametrize("case", CHANGES)
 def test_without_the_proof_of_sameness_it_would_be_another_file(case, monkeypatch):
-    training = Training()
+    _is_another_file_without_proof(Training(), CHANGES[case], monkeypatch)
+
+
+@pytest.mark.parametrize("case", SHARDED)
+@pytest.mark.usefixtures("one_rank")
+def test_without_the_proof_it_would_be_another_file_of_sharded_tensors(case, monkeypatch):
+    _is_another_file_without_proof(Training(sharded=True), SHARDED[case], monkeypatch)
+
+
+def _is_another_file_without_proof(training, change, monkeypatch):
     saves, first = Saves(training), Saves(training)
     saves.file()
     saves.file()
-    CHANGES[case](training)
+    change(training)
     right = first.file()
     monkeypatch.setattr(ModuleWalk, "is_current", lambda _: True)
-    monkeypatch.setattr(TensorBlock, "holds", lambda *_: True)
+    monkeypatch.setattr(TensorBlock, "same_parts", lambda _, __, sources: own_parts(sources))
     try:
         assert saves.file() != right
     except (ValueError, AttributeError, TypeError, RuntimeError, KeyError):
         pass  # lists of other lengths do not fit together at all
 
 
-def test_a_second_save_makes_no_names_anew(monkeypatch):
-    saves = Saves(Training())
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.usefixtures("one_rank")
+def test_a_second_save_makes_no_names_anew(sharded, monkeypatch):
+    saves = Saves(Training(sharded=sharded))
     saves.file()
     captured, walked = [], []
     add, named_parameters = Captured.add, nn.Module.named_parameters
@@ -225,7 +289,8 @@ def test_a_second_save_makes_no_names_anew(monkeypatch):
     monkeypatch.setattr(Captured, "add", adds)
     monkeypatch.setattr(nn.Module, "named_parameters", walks)
     saves.file()
-    assert (captured, walked) == (["rng/torch"], [])
+    assert captured == ["rng/torch"]
+    assert sharded or not walked  # the modules of FSDP2 hold other parameters while gathered
 
 
 def test_a_model_that_names_its_parameters_in_its_own_way_is_walked_each_time():

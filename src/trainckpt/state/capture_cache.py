@@ -5,9 +5,10 @@ the tensors of a model or optimizer as at the save before.
 
 Names, nodes and groups of 10,000 small tensors take longer to make than to copy. `KnownTensors`
 keeps those of the last capture. They hold for the next one if it has the same names in the same
-order, and if each tensor lies in the same memory with the same type, shape and strides.
+order, and if each tensor lies in the same memory with the same type, shape and strides. Of a
+sharded tensor, this rank's part does, and mesh and placements are the same too.
 
-Sharded tensors, subclasses, tied state and tensors without memory are captured anew at each save.
+Subclasses, tied state and tensors without memory are captured anew at each save.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from trainckpt.state.adapters import fsdp
-from trainckpt.state.dtensor import PLAIN
+from trainckpt.state.dtensor import PLAIN, is_sharded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,13 +49,14 @@ class KnownTensors:
             sources: Live tensors.
         """
         block = self._block
-        if block is None or not block.holds(structure, sources):
+        if block is None or (parts := block.same_parts(structure, sources)) is None:
             return None
         if not out.tensors.keys().isdisjoint(block.names):
             return None
-        live = [s.detach() if s.requires_grad else s for s in sources]
+        live = [s.detach() if s.requires_grad else s for s in parts]
         out.tensors.update(zip(block.names, live, strict=True))
         out.groups.update(block.groups)
+        out.placed.update(block.placed)
         out.blocks.append(block)
         return block.result
 
@@ -69,10 +71,8 @@ class KnownTensors:
     ) -> None:
         """Keep what a capture of these sources added to `out` after its first `before` tensors."""
         added = dict(islice(out.tensors.items(), before, None))
-        is_known = (
-            len(added) == len(sources)
-            and out.placed.keys().isdisjoint(added)
-            and all(map(_is_as_captured, sources, added.values()))
+        is_known = len(added) == len(sources) and all(
+            map(_is_as_captured, own_parts(sources), added.values())
         )
         self._block = None
         if is_known:
@@ -86,6 +86,7 @@ class TensorBlock:
     Attributes:
         names: Of the tensors, in order.
         groups: Tensor name -> group.
+        placed: Name of a sharded tensor -> its position.
         small: Names of those too small to be copied beside training.
         result: Nodes and other values made of them.
     """
@@ -100,20 +101,44 @@ class TensorBlock:
     ) -> None:
         self.names, self.result = names, result
         self.groups = {name: out.groups[name] for name in names if name in out.groups}
+        self.placed = {name: out.placed[name] for name in names if name in out.placed}
+        parts = own_parts(sources)
         self.small = frozenset(
-            name for name, each in zip(names, sources, strict=True) if each.nbytes < LEAST_BYTES
+            name for name, each in zip(names, parts, strict=True) if each.nbytes < LEAST_BYTES
         )
         self._structure = [list(each) for each in structure]
-        self._types, self._facts = list(map(type, sources)), _facts(sources)
+        self._types, self._facts = list(map(type, sources)), _facts(parts)
+        self._placements = _placements(sources)
 
-    def holds(self, structure: Sequence[list[Any]], sources: list[torch.Tensor]) -> bool:
-        """Return True if these are the same names and tensors as then."""
+    def same_parts(
+        self, structure: Sequence[list[Any]], sources: list[torch.Tensor]
+    ) -> list[torch.Tensor] | None:
+        """Return this rank's parts if these are the same names and tensors as then, else None."""
         if list(map(type, sources)) != self._types or list(structure) != self._structure:
-            return False
+            return None
         try:
-            return _facts(sources) == self._facts
+            parts = own_parts(sources)
+            is_same = _facts(parts) == self._facts and _placements(sources) == self._placements
         except RuntimeError:  # a tensor without an address, such as a sparse one
-            return False
+            return None
+        return parts if is_same else None
+
+
+def own_parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return this rank's part of each tensor; a tensor that is not sharded is returned itself."""
+    if PLAIN.issuperset(map(type, tensors)):
+        return tensors
+    held: list[Any] = list(tensors)
+    with torch.no_grad():  # else each would become a node of a graph
+        return [t.to_local() if is_sharded(t) else t for t in held]
+
+
+def _placements(tensors: list[torch.Tensor]) -> list[tuple[object, ...]]:
+    """Return what the positions of the sharded tensors follow from."""
+    if PLAIN.issuperset(map(type, tensors)):
+        return []
+    sharded: list[Any] = [t for t in tensors if is_sharded(t)]
+    return [(t.device_mesh, t.placements, t.shape, t.stride(), t.requires_grad) for t in sharded]
 
 
 def _facts(tensors: Sequence[torch.Tensor]) -> list[tuple[object, ...]]:
@@ -129,8 +154,8 @@ def _is_as_captured(source: torch.Tensor, captured: torch.Tensor) -> bool:
         type(source) in PLAIN
         and source.layout is torch.strided
         and not (source.is_complex() or source.is_quantized or source.is_meta or source.is_neg())
-        and source.nbytes > 0
         and source.data_ptr() == captured.data_ptr()
+        and (source.data_ptr() != 0 or not source.nbytes)  # its memory may be released
     )
 
 

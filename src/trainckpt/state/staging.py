@@ -284,9 +284,9 @@ class StagingCache:
             small = frozenset().union(*(block.small for block in captured.blocks))
             runs, others = list[tuple[int, int, int]](), list[Region]()
             for region in header.regions:
-                is_one = region.tensor in small and region.is_whole
-                source = captured.tensors[region.tensor] if is_one else None
-                if source is not None and source.is_cpu and source.is_contiguous():
+                source = captured.tensors[region.tensor] if region.tensor in small else None
+                is_all = source is not None and region.num_bytes == source.nbytes
+                if source is not None and is_all and source.is_cpu and source.is_contiguous():
                     runs.append((region.first_byte, source.data_ptr(), source.nbytes))
                 else:
                     others.append(region)
