@@ -95,7 +95,7 @@ HALF, REST = list(range(40)), list(range(40, ITEMS))
     ],
 )
 def test_the_check_of_an_epoch_finds_what_was_seen_twice_or_not_at_all(epoch, ended, wrong):
-    found = list(check_reshard._epoch(epoch, ended=ended))
+    found = list(check_reshard.epoch_wrong(epoch, ended=ended))
 
     assert found == wrong
 

@@ -39,7 +39,7 @@ def check(case: Case, attempts: list[Ended], folder: Path, reference: Path) -> l
         wrong += [f"attempt {number}: {w}" for w in _attempt(case, ended, scene)]
     if not attempts[-1].finished:
         return [*wrong, "the run did not finish"]
-    wrong += [w for rank in range(case.settings.ranks) for w in _rank(rank, scene, right)]
+    wrong += [w for rank in range(case.settings.ranks) for w in compared(rank, scene, right)]
     return wrong
 
 
@@ -192,7 +192,8 @@ def _may_die(case: Case, ended: Ended, rank: int) -> bool:
     return not started or bool(done) or nothing_to_do
 
 
-def _rank(rank: int, scene: Scene, right: Scene) -> Iterator[str]:
+def compared(rank: int, scene: Scene, right: Scene) -> Iterator[str]:
+    """What differs between the merged trace and last state of a rank and those of a reference."""
     merged: dict[Place, bytes] = {}
     for number, line in enumerate(scene.lines(rank), 1):
         place = place_of(line)

@@ -113,10 +113,10 @@ def _data(rounds: list[Round], settings: Settings) -> Iterator[str]:
     for epoch in epochs:
         of_epoch = [one for one in rounds if one.epoch == epoch]
         ended = epoch != epochs[-1]
-        yield from (f"epoch {epoch}: {w}" for w in _epoch(of_epoch, ended=ended))
+        yield from (f"epoch {epoch}: {w}" for w in epoch_wrong(of_epoch, ended=ended))
 
 
-def _epoch(rounds: list[Round], *, ended: bool) -> Iterator[str]:
+def epoch_wrong(rounds: list[Round], *, ended: bool) -> Iterator[str]:
     """Of its rounds in order; one that has not `ended` may lack samples."""
     before = Counter(sample for one in rounds[:-1] for sample in one.samples)
     twice = sorted(sample for sample, times in before.items() if times > 1)

@@ -26,11 +26,12 @@ def main() -> None:
     script = Path(sys.argv[1])
     sys.argv = sys.argv[1:]
     sys.path[0] = str(script.parent)
-    _stand_before(*os.environ[GATE].split(",", 1))
+    stand_before(*os.environ[GATE].split(",", 1))
     runpy.run_path(str(script), run_name="__main__")
 
 
-def _stand_before(micro_batches: str, file: str) -> None:
+def stand_before(micro_batches: str, file: str) -> None:
+    """Make a rank that has trained so many micro-batches wait in its trace until `file` exists."""
     from training_trace import Trace
 
     write, last, opened = Trace.micro_batch, int(micro_batches), Path(file)

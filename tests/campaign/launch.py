@@ -34,11 +34,11 @@ SHUTDOWN_S = 10  # torchrun's patience with ranks that wait for one that died
 
 
 class Server:
-    """The driver's end of the warm server; see `server.py`."""
+    """The driver's end of the warm server, with further `modules` loaded; see `server.py`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.campaign.server"],
+            [sys.executable, "-m", "tests.campaign.server", *modules],
             cwd=ROOT,
             env=environment(),
             stdin=subprocess.PIPE,
@@ -46,6 +46,11 @@ class Server:
             text=True,
             start_new_session=True,
         )
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
 
     def ask(self, **request: object) -> dict:
         print(json.dumps(request), file=self._process.stdin, flush=True)
@@ -64,9 +69,9 @@ class Server:
 
 
 @contextmanager
-def server() -> Iterator[Server]:
-    """A warm server, for as long as the block lasts."""
-    one = Server()
+def server(*modules: str) -> Iterator[Server]:
+    """A warm server with these modules loaded too, for as long as the block lasts."""
+    one = Server(*modules)
     try:
         yield one
     finally:

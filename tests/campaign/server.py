@@ -55,8 +55,8 @@ def main() -> None:
 
 
 def serve() -> dict | None:
-    """Answer until stdin ends; in a forked rank, its task."""
-    for name in PRELOADED:
+    """Answer until stdin ends; in a forked rank, its task. Arguments name further modules."""
+    for name in (*PRELOADED, *sys.argv[1:]):
         importlib.import_module(name)
     sys.modules["trainckpt"].Checkpointer  # noqa: B018 - loads what is loaded lazily
     sys.modules["torch"].set_num_threads(1)

@@ -69,10 +69,11 @@ class Farm:
         _run("ip", "-n", self._switch, "link", "set", "bridge", "up")
         self._holders, self._ranks, self._boots = {}, [], itertools.count(1)
         self._started, self._ends = [], {}
-        self._pipe, there = context.Pipe()
-        self._forker = context.Process(target=_fork, args=(there,), daemon=True)
-        self._forker.start()
-        there.close()
+        self._forker = None
+
+    def holder(self, number):
+        """The process that holds the namespaces of this host."""
+        return self._holders[number].pid
 
     def boot(self, number):
         """Start a host that has nothing yet."""
@@ -197,14 +198,20 @@ class Farm:
         return self._ends[rank]
 
     def _ask(self, *request):
+        if self._forker is None:
+            self._pipe, there = context.Pipe()
+            self._forker = context.Process(target=_fork, args=(there,), daemon=True)
+            self._forker.start()
+            there.close()
         self._pipe.send(request)
         assert self._pipe.poll(HANG_S), request
         return self._pipe.recv()
 
     def down(self):
         self._kill(self._started)
-        self._pipe.close()
-        self._forker.join(HANG_S)
+        if self._forker is not None:
+            self._pipe.close()
+            self._forker.join(HANG_S)
         for number in list(self._holders):
             self.lose(number)
         _run("ip", "netns", "del", self._switch)

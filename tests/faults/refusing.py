@@ -174,13 +174,18 @@ class Server:
 
     def read(self, node: int, body: memoryview) -> bytes:
         handle, place, size, *_, flags, _ = IO.unpack_from(body)
-        refuse(flags, place + size)
+        self.look_at(flags, place + size)
         return os.pread(handle, size, place)
 
     def write(self, node: int, body: memoryview) -> bytes:
         handle, place, size, *_, flags, _ = IO.unpack_from(body)
-        refuse(flags, place + size)
+        self.look_at(flags, place + size)
         return struct.pack("<II", os.pwrite(handle, body[IO.size :][:size], place), 0)
+
+    def look_at(self, flags: int, end: int) -> None:
+        """Refuse a read or write past the page cache, up to `end`, unless it is a trial."""
+        if flags & os.O_DIRECT and end > ALLOWED_BYTES:
+            raise OSError(errno.EINVAL, "")
 
     def reserve(self, node: int, body: memoryview) -> None:
         handle, place, size, mode = struct.unpack_from("<QQQI", body)
@@ -280,11 +285,6 @@ class Server:
     }
 
 
-def refuse(flags: int, end: int) -> None:
-    if flags & os.O_DIRECT and end > ALLOWED_BYTES:
-        raise OSError(errno.EINVAL, "")
-
-
 def text(name: memoryview) -> str:
     return os.fsdecode(bytes(name).partition(b"\0")[0])
 
@@ -312,31 +312,40 @@ def packed(found: os.stat_result) -> bytes:
 
 
 @contextlib.contextmanager
-def refusing_mount(folder: Path, backing: Path):
-    """`folder` is such a file system; its bytes lie in `backing`."""
+def mounted(folder: Path, backing: Path, module: str = __name__):
+    """`folder` is the file system that `module` serves; its bytes lie in `backing`. Yields the
+    server's process, whose standard input is a pipe.
+    """
     folder.mkdir()
     backing.mkdir()
-    command = [sys.executable, "-m", "tests.faults.refusing", folder, backing]
-    server = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE)
+    server = subprocess.Popen(
+        [sys.executable, "-m", module, folder, backing],
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     try:
         assert server.stdout.readline() == b"mounted\n"
-        yield folder
+        yield server
     finally:
         LIBC.umount2(str(folder).encode(), 2)  # MNT_DETACH; then the server ends
+        server.stdin.close()
         server.stdout.close()
         server.terminate()
         server.wait()
 
 
-def main() -> None:
+def serve(kind: type[Server]) -> None:
+    """Mount the folder of the command line, and answer until it is unmounted."""
     folder, backing = sys.argv[1:]
     kernel = os.open("/dev/fuse", os.O_RDWR)
     options = f"fd={kernel},rootmode=40000,user_id=0,group_id=0,default_permissions"
     if LIBC.mount(b"refusing", folder.encode(), b"fuse.refusing", 0, options.encode()):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), folder)
+    server = kind(backing)
     print("mounted", flush=True)
-    Server(backing).serve(kernel)
+    server.serve(kernel)
 
 
 if __name__ == "__main__":
-    main()
+    serve(Server)

@@ -2,11 +2,13 @@
 
 drop         the connection is closed before the server hears of it
 lose         the server does it, and the connection is closed before its answer
-200, 302, 401, 500, 503, 507   is answered, and the server does not hear of it
+200, 302, 401, 403, 500, 503, 507   is answered, and the server does not hear of it
 cut          half of the answer, then the connection is closed
+slow         the request goes on after a while
 hold         nothing happens until `let_go` is called; then all goes on as if nothing had been
 
-It never says "100 Continue", as servers need not of a request that they refuse unread.
+It never says "100 Continue", as servers need not of a request that they refuse unread. `skew_s`
+moves the clock that answers show.
 """
 
 from __future__ import annotations
@@ -14,14 +16,18 @@ from __future__ import annotations
 import http.client
 import socket
 import threading
+import time
 from contextlib import contextmanager
+from email.utils import formatdate, parsedate_to_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-DROP, LOSE, CUT, HOLD = "drop", "lose", "cut", "hold"
+DROP, LOSE, CUT, HOLD, SLOW = "drop", "lose", "cut", "hold", "slow"
+SLOW_S = 0.4
 CODES = {
     200: "Page",
     302: "Elsewhere",
     401: "Unauthorized",
+    403: "AccessDenied",
     500: "InternalError",
     503: "SlowDown",
     507: "InsufficientStorage",
@@ -34,6 +40,7 @@ class Proxy(ThreadingHTTPServer):
 
     Attributes:
         requests: (method, path) of each, in the order in which they came.
+        skew_s: The server's clock, in seconds before that of this machine.
     """
 
     daemon_threads = True
@@ -41,7 +48,7 @@ class Proxy(ThreadingHTTPServer):
     def __init__(self, behind):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.behind, self.port = behind, self.server_address[1]
-        self.requests, self.sent_bytes = [], 0
+        self.requests, self.sent_bytes, self.skew_s = [], 0, 0.0
         self._lock = threading.Lock()
         self._fault = lambda number: None
         self._let_go = threading.Event()
@@ -94,6 +101,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(fault)
         if fault == HOLD:
             self.server.wait()
+        if fault == SLOW:
+            time.sleep(SLOW_S)
         server = http.client.HTTPConnection("127.0.0.1", self.server.behind, timeout=60)
         try:
             headers = {k: v for k, v in self.headers.items() if k.lower() not in _HOP}
@@ -112,7 +121,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(answer.status)
         for name, value in answer.getheaders():
             if name.lower() not in _HOP | {"content-length", "date", "server"}:
-                self.send_header(name, value)
+                self.send_header(name, self._shifted(name, value))
         length = answer.getheader("Content-Length") if self.command == "HEAD" else len(data)
         if length is not None and answer.status != 204:
             self.send_header("Content-Length", str(length))
@@ -120,6 +129,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(data[: len(data) // 2] if fault == CUT else data)
         self.server.sends(len(data))
         return self._hang_up() if fault == CUT else None
+
+    def date_time_string(self, timestamp=None):
+        """As the skewed clock shows it."""
+        now = time.time() if timestamp is None else timestamp
+        return formatdate(now + self.server.skew_s, usegmt=True)
+
+    def _shifted(self, name, value):
+        if not self.server.skew_s or name.lower() != "last-modified":
+            return value
+        return self.date_time_string(parsedate_to_datetime(value).timestamp())
 
     def _body(self):
         if self.headers.get("Transfer-Encoding", "").lower() == "chunked":

@@ -8,18 +8,15 @@ trouble trains, to the bit.
 from __future__ import annotations
 
 import functools
-import signal
 import tempfile
 import time
 from contextlib import ExitStack
 from functools import partial
-from itertools import cycle
 
 import pytest
 
-from tests import s3_servers
 from tests.end_to_end.training import Parts, attempt
-from tests.faults.s3_proxy import proxy
+from tests.faults.troubled_store import TroubledStore
 from trainckpt.format.names import SnapshotName
 from trainckpt.run_directory import run_url
 from trainckpt.snapshot import attempt_history
@@ -41,42 +38,10 @@ def impatient(monkeypatch):
     monkeypatch.setattr(s3_client, "SILENT_S", 2.0)
 
 
-class Server:
-    """A server that can be killed and begun again, behind a proxy that can hold and refuse."""
-
-    def __init__(self, folder, stack):
-        self._folder, self._stack = folder, stack
-        self._running = stack.enter_context(s3_servers.rclone(folder))
-        self.between = stack.enter_context(proxy(self._running.port))
-
-    def environment(self, port=None):
-        return self._running.environment(port or self.between.port)
-
-    def killed(self):
-        self._running.process.kill()
-        self._running.process.wait()
-        self.between.reset()
-
-    def begun_again(self):
-        self._running = self._stack.enter_context(s3_servers.rclone(self._folder))
-        self.between.behind = self._running.port
-
-    def stopped(self):
-        self._running.process.send_signal(signal.SIGSTOP)
-        self.between.reset()
-
-    def continued(self):
-        self._running.process.send_signal(signal.SIGCONT)
-
-    def refusing(self, *codes):
-        turn = cycle(codes)
-        self.between.reset(lambda _: next(turn))
-
-
 @pytest.fixture
 def server(tmp_path, at):
     with ExitStack() as stack:
-        found = Server(tmp_path / "server", stack)
+        found = TroubledStore(tmp_path / "server", stack)
         at(found)
         yield found
 

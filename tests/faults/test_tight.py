@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import cgroup, dead_mount
-from tests.faults.refusing import refusing_mount
+from tests.faults import cgroup, dead_mount, refusing
 from tests.faults.tight_script import DIES_AT
 from trainckpt.storage.shared_memory import NONE, ROOT_VARIABLE
 
@@ -87,7 +86,8 @@ def test_a_file_system_that_takes_o_direct_and_refuses_it_at_write_is_written_th
 
     tests/storage/test_file_writer.py and test_file_reader.py have the same for one file.
     """
-    with refusing_mount(tmp_path / "place", tmp_path / "backing") as place:
+    place = tmp_path / "place"
+    with refusing.mounted(place, tmp_path / "backing"):
         run = place / "run"
         log = log_of_exact(run, tmp_path / "answers", 8, **{ROOT_VARIABLE: NONE})
         record = json.loads((run / "attempts" / "2.json").read_text())

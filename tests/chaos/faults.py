@@ -1,0 +1,453 @@
+"""The catalogue of faults: what each needs, how it happens and is over, and what it may lead to.
+
+    ends     exit codes that it explains, besides 0 and 75
+    permits  verdicts besides "exact": that an older snapshot is used, that a start is refused,
+             that the run goes on with the same data, where it says so
+
+A fault that kills is over at once. Any other lasts for a while, at most until its attempt ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.chaos import disk, rooms
+from tests.chaos.rooms import RUN, S3, TIER
+from tests.faults.s3_proxy import DROP, HOLD, SLOW
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from collections.abc import Set as AbstractSet
+
+    from tests.chaos.drive import Play
+    from tests.chaos.rooms import Room
+
+OLDER, REFUSED, SAME_DATA = "older", "refused", "same data"
+DEATH = frozenset({1, 71, 74, -6, -9, -15, 134, 137, 143})  # of a rank, and what follows from it
+STOP = frozenset({-15, -10, 143, 138})  # by a signal before the run began
+STORAGE = frozenset({65, 69, 71, 74})
+STARVED = frozenset({1, 71, 74, 69, 65, -6, -9, -11, 134, 137, 139})
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A row of the catalogue."""
+
+    needs: Callable[[Room], bool]
+    happen: Callable[..., str]
+    how: tuple[Any, ...] = ()
+    end: Callable[[Play], None] | None = None
+    ends: AbstractSet[int] = frozenset()
+    permits: AbstractSet[str] = frozenset()
+
+    def begin(self, play: Play) -> str:
+        """Let it happen; return where it hit, or "" if there was nothing to hit."""
+        return self.happen(play, *self.how)
+
+
+def anywhere(_: Room) -> bool:
+    return True
+
+
+def on_disk(room: Room) -> bool:
+    return room.place in (rooms.DISK, rooms.POOR)
+
+
+def in_store(room: Room) -> bool:
+    return room.place in (S3, TIER)
+
+
+def on_no_disk(room: Room) -> bool:
+    return room.place in (rooms.LOCAL, TIER)
+
+
+def in_folder(room: Room) -> bool:
+    return room.place != S3
+
+
+def on_hosts(room: Room) -> bool:
+    return room.hosts > 1
+
+
+def has_workers(room: Room) -> bool:
+    return room.workers > 0
+
+
+def has_memory(room: Room) -> bool:
+    return room.place != rooms.POOR
+
+
+def has_tier(room: Room) -> bool:
+    return room.place == TIER
+
+
+def supervised(room: Room) -> bool:
+    return room.launcher == RUN
+
+
+# ---- processes
+
+
+def one_rank(play: Play, *numbers: int) -> str:
+    """Signals to one rank, one after the other."""
+    ranks = play.attempt.rank_pids()
+    if not ranks:
+        return ""
+    rank = play.pick(sorted(ranks))
+    for number in numbers:
+        play.attempt.signal([ranks[rank]], number)
+        if len(numbers) > 1:
+            time.sleep(0.3 * play.pick_share())
+    return f"rank {rank}"
+
+
+def all_ranks(play: Play, number: int) -> str:
+    pids = list(play.attempt.rank_pids().values())
+    play.attempt.signal(pids, number)
+    return f"{len(pids)} ranks" if pids else ""
+
+
+def whole_host(play: Play) -> str:
+    play.attempt.kill()
+    return "everything"
+
+
+def one_child(play: Play, number: int) -> str:
+    """A loader worker of some rank, or its writer."""
+    children = [pid for r in play.attempt.rank_pids() for pid in play.attempt.children(r)]
+    if not children:
+        return ""
+    play.held = [play.pick(children)]
+    play.attempt.signal(play.held, number)
+    return "a child"
+
+
+def hold_rank(play: Play) -> str:
+    ranks = play.attempt.rank_pids()
+    if not ranks:
+        return ""
+    rank = play.pick(sorted(ranks))
+    play.held = [ranks[rank]]
+    play.attempt.signal(play.held, signal.SIGSTOP)
+    return f"rank {rank}"
+
+
+def wake(play: Play) -> None:
+    play.attempt.signal(play.held, signal.SIGCONT)
+    play.held = []
+
+
+def launcher(play: Play, number: int) -> str:
+    play.held = [play.attempt.launcher_pid()]
+    play.attempt.signal(play.held, number)
+    return "trainckpt run"
+
+
+def agent(play: Play) -> str:
+    pid = play.attempt.agent_pid()
+    if pid is None:
+        return ""
+    play.attempt.signal([pid], signal.SIGKILL)
+    return "torchrun"
+
+
+# ---- hosts
+
+
+def lose_host(play: Play) -> str:
+    number = play.pick(range(play.room.hosts))
+    play.lose_host(number)
+    return f"host {number}"
+
+
+def old_host(play: Play) -> str:
+    """The host comes back with the memory that it had a while ago."""
+    number = play.pick(range(play.room.hosts))
+    memory, kept = play.stage.memory_of(play.room, number), play.places.folder / "old-memory"
+    shutil.rmtree(kept, ignore_errors=True)
+    shutil.copytree(memory, kept, ignore=shutil.ignore_patterns("hosts", "nsswitch.conf"))
+    time.sleep(0.3)
+    play.lose_host(number)
+    shutil.copytree(kept, play.stage.memory_of(play.room, number), dirs_exist_ok=True)
+    return f"host {number}"
+
+
+def old_directory(play: Play) -> str:
+    """The run directory is an older copy of itself; nothing runs meanwhile."""
+    kept = play.places.folder / "old-run"
+    if not play.places.run.is_dir():
+        return ""
+    shutil.rmtree(kept, ignore_errors=True)
+    shutil.copytree(play.places.run, kept, ignore_dangling_symlinks=True)
+    time.sleep(0.3)
+    play.attempt.kill()
+    shutil.rmtree(play.places.run)
+    shutil.copytree(kept, play.places.run)
+    return "the run directory"
+
+
+# ---- the disk
+
+
+def trouble(play: Play, number: int, kinds: tuple[str, ...]) -> str:
+    first, once = 1 + int(play.pick_share() * 12), play.flip()
+    play.stage.disk.set(
+        {"kinds": kinds, "errno": number, "first": first, "times": 1 if once else None}
+    )
+    return f"call {first}" + ("" if once else " and all later ones")
+
+
+def slow_disk(play: Play, delay_s: float, times: int | None = None) -> str:
+    play.stage.disk.set({"kinds": disk.ALL, "delay_s": delay_s, "first": 1, "times": times})
+    return f"{delay_s} s a call"
+
+
+def healthy(play: Play) -> None:
+    play.disk_hits += play.stage.disk.set(None)
+
+
+def vanish(play: Play) -> str:
+    if not play.places.run.is_dir():
+        return ""
+    play.places.run.rename(play.places.folder / "away")
+    return "the run directory"
+
+
+def appear(play: Play) -> None:
+    shutil.rmtree(play.places.run, ignore_errors=True)
+    (play.places.folder / "away").rename(play.places.run)
+
+
+def in_the_way(play: Play) -> str:
+    """Files of somebody else where the next snapshots would be."""
+    known = play.scene.snapshots(committed=True) + play.scene.snapshots(committed=False)
+    if not known:
+        return ""
+    newest = max(known)
+    for step in (newest.step + 1, newest.step + 2, newest.step + 3):
+        for sequence in (newest.sequence + 1, newest.sequence + 2):
+            file = play.places.run / "snapshots" / f"s{step}~{newest.attempt}.{sequence}"
+            if not file.exists():
+                file.write_bytes(b"somebody else's")
+                os.chown(file, 65534, 65534)
+                play.foreign.append(file)
+    return f"behind {newest.step}"
+
+
+def out_of_the_way(play: Play) -> None:
+    for file in play.foreign:
+        file.unlink(missing_ok=True)
+    play.foreign = []
+
+
+# ---- rot
+
+
+def rot(play: Play, where: str) -> str:
+    """One bit of one file of a snapshot is another one, and everybody is killed."""
+    return flip_one_of(play, (getattr(play.places, where) / "snapshots").glob("*/*"))
+
+
+def rot_in_memory(play: Play) -> str:
+    memory = play.stage.memory_of(play.room, play.pick(range(play.room.hosts)))
+    return flip_one_of(play, memory.glob("trainckpt-*/*/snapshots/*/*"))
+
+
+def flip_one_of(play: Play, found: Iterator[Path]) -> str:
+    files = sorted(file for file in found if file.is_file() and file.name[0] != ".")
+    if not files:
+        return ""
+    file = play.pick(files)
+    play.attempt.kill()
+    if not file.exists() or not file.stat().st_size:
+        return "nothing but the processes"
+    content = bytearray(file.read_bytes())
+    at = int(play.pick_share() * len(content))
+    content[at] ^= 1 << int(play.pick_share() * 8)
+    with file.open("r+b") as out:
+        out.write(content)
+    return f"byte {at} of {file.parent.name}/{file.name}"
+
+
+# ---- the store
+
+
+def doors(play: Play, *answers: Any) -> str:
+    """What one rank's door says, to some of its requests."""
+    rank = play.pick(range(play.room.ranks))
+    share = 0.3 + 0.7 * play.pick_share()
+    door = play.stage.store.doors[rank]
+    door.reset(
+        lambda number: answers[number % len(answers)] if (number * 0.618) % 1 < share else None
+    )
+    return f"rank {rank}, {share:.0%} of its requests"
+
+
+def open_doors(play: Play) -> None:
+    for door in play.stage.store.doors:
+        door.skew_s = 0.0
+        door.let_go()
+
+
+def skewed(play: Play) -> str:
+    for door in play.stage.store.doors:
+        door.skew_s = play.pick([-3600.0, 3600.0])
+    return "an hour"
+
+
+def kill_store(play: Play) -> str:
+    play.stage.store.killed()
+    return "the server"
+
+
+def new_store(play: Play) -> None:
+    play.stage.store.begun_again()
+
+
+def stop_store(play: Play) -> str:
+    play.stage.store.stopped()
+    return "the server"
+
+
+def go_on_store(play: Play) -> None:
+    play.stage.store.continued()
+
+
+# ---- what a host has too little of, and its clock
+
+
+def set_clock(play: Play) -> str:
+    hours = play.pick([-24, -1, 1, 24 * 365])
+    play.places.clock.write_text(str(hours * 3600))
+    return f"{hours} h"
+
+
+def limit(play: Play, kind: int, room_for: Callable[[int], int]) -> str:
+    """One rank may have no more than this."""
+    ranks = play.attempt.rank_pids()
+    if not ranks:
+        return ""
+    rank = play.pick(sorted(ranks))
+    pid = ranks[rank]
+    try:
+        before = resource.prlimit(pid, kind)
+        resource.prlimit(pid, kind, (room_for(pid), before[1]))
+    except (OSError, ValueError):
+        return ""
+    play.limited.append((pid, kind, before))
+    return f"rank {rank}"
+
+
+def unlimited(play: Play) -> None:
+    for pid, kind, before in play.limited:
+        try:
+            resource.prlimit(pid, kind, before)
+        except OSError:
+            continue
+    play.limited = []
+
+
+def descriptors_of(pid: int) -> int:
+    numbers = [int(file.name) for file in Path(f"/proc/{pid}/fd").iterdir()]
+    return max(numbers) + 2
+
+
+def memory_of(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    return pages * resource.getpagesize() + (2 << 20)
+
+
+def file_size_of(_: int) -> int:
+    return 30_000
+
+
+def groups(play: Play) -> str:
+    """No process may begin, nor a thread."""
+    folder = Path("/sys/fs/cgroup/pids") / f"trainckpt-chaos-{os.getpid()}"
+    folder.mkdir(exist_ok=True)
+    members = play.attempt.members()
+    for pid in members:
+        try:
+            (folder / "cgroup.procs").write_text(str(pid))
+        except OSError:
+            continue
+    (folder / "pids.max").write_text((folder / "pids.current").read_text())
+    return f"{len(members)} processes"
+
+
+def no_groups(_: Play) -> None:
+    folder = Path("/sys/fs/cgroup/pids") / f"trainckpt-chaos-{os.getpid()}"
+    (folder / "pids.max").write_text("max")
+
+
+def pids_can_be_limited(_: Room) -> bool:
+    return Path("/sys/fs/cgroup/pids/cgroup.procs").exists()
+
+
+def _rows() -> Iterator[tuple[str, Fault]]:
+    yield "SIGTERM", Fault(anywhere, one_rank, (signal.SIGTERM,), ends=STOP)
+    yield "SIGTERM to all", Fault(anywhere, all_ranks, (signal.SIGTERM,), ends=STOP)
+    yield "SIGUSR1", Fault(anywhere, one_rank, (signal.SIGUSR1,), ends=STOP)
+    yield "SIGINT twice", Fault(anywhere, one_rank, (signal.SIGINT,) * 2, ends=DEATH | {130, -2})
+    yield "SIGKILL", Fault(anywhere, one_rank, (signal.SIGKILL,), ends=DEATH, permits={SAME_DATA})
+    yield "power cut", Fault(anywhere, whole_host, ends=DEATH)
+    yield "rank suspended", Fault(anywhere, hold_rank, (), wake, DEATH, {SAME_DATA})
+    yield "child killed", Fault(has_workers, one_child, (signal.SIGKILL,), ends=DEATH)
+    yield "child suspended", Fault(has_workers, one_child, (signal.SIGSTOP,), wake)
+    yield "launcher killed", Fault(supervised, launcher, (signal.SIGKILL,), ends=DEATH)
+    yield "launcher suspended", Fault(supervised, launcher, (signal.SIGSTOP,), wake)
+    yield "launcher told", Fault(supervised, launcher, (signal.SIGTERM,), ends=STOP)
+    yield "torchrun killed", Fault(supervised, agent, ends=DEATH)
+    yield "host lost", Fault(on_hosts, lose_host, ends=DEATH, permits={SAME_DATA})
+    yield (
+        "host back, old memory",
+        Fault(on_hosts, old_host, ends=DEATH, permits={SAME_DATA}),
+    )
+    yield "old run directory", Fault(in_folder, old_directory, ends=DEATH, permits={OLDER})
+    for name, number, kinds in (
+        ("EIO", errno.EIO, ("read", "write", "sync")),
+        ("ENOSPC", errno.ENOSPC, ("change", "write")),
+        ("EDQUOT", errno.EDQUOT, ("change", "write")),
+        ("ESTALE", errno.ESTALE, disk.ALL),
+        ("read-only", errno.EROFS, disk.WRITES),
+    ):
+        yield name, Fault(on_disk, trouble, (number, kinds), healthy, STORAGE, {REFUSED})
+    yield "slow disk", Fault(on_disk, slow_disk, (0.03,), healthy)
+    yield "hanging disk", Fault(on_disk, slow_disk, (1.5, 8), healthy, STORAGE)
+    yield "directory away", Fault(on_no_disk, vanish, (), appear, STORAGE | {66}, {REFUSED})
+    yield "files in the way", Fault(in_folder, in_the_way, (), out_of_the_way, STORAGE)
+    yield (
+        "bit in the run",
+        Fault(anywhere, rot, ("run",), None, DEATH | {65}, {OLDER, REFUSED}),
+    )
+    yield "bit in memory", Fault(has_memory, rot_in_memory, ends=DEATH)
+    yield "bit in the tier", Fault(has_tier, rot, ("tier",), ends=DEATH)
+    yield "store killed", Fault(in_store, kill_store, (), new_store, STORAGE, {REFUSED})
+    yield "store suspended", Fault(in_store, stop_store, (), go_on_store, STORAGE, {REFUSED})
+    yield "store slow", Fault(in_store, doors, (SLOW,), open_doors)
+    yield "store hangs", Fault(in_store, doors, (HOLD,), open_doors, STORAGE, {REFUSED})
+    yield "store drops", Fault(in_store, doors, (DROP,), open_doors, STORAGE, {REFUSED})
+    for code in (403, 500, 503):
+        yield f"store {code}", Fault(in_store, doors, (code,), open_doors, STORAGE, {REFUSED})
+    yield "store's clock", Fault(in_store, skewed, (), open_doors)
+    yield "host's clock", Fault(anywhere, set_clock)
+    yield (
+        "memory limit",
+        Fault(anywhere, limit, (resource.RLIMIT_AS, memory_of), unlimited, STARVED),
+    )
+    least = resource.RLIMIT_NOFILE, descriptors_of
+    yield "descriptors", Fault(anywhere, limit, least, unlimited, STARVED)
+    small = resource.RLIMIT_FSIZE, file_size_of
+    yield "file size", Fault(anywhere, limit, small, unlimited, STARVED | {-25, 153})
+    yield "processes", Fault(pids_can_be_limited, groups, (), no_groups, STARVED)
+
+
+CATALOGUE = dict(_rows())

@@ -1,0 +1,159 @@
+"""The verdict on a case: exact, same data as announced, refused as promised, or failed.
+
+Of every attempt: no hang; no exit that nothing explains; nobody left behind; it went on from the
+newest snapshot that was committed when it was launched, unless a fault has damaged that; and no run
+with a commit began at its first step.
+
+Of the run: lines of one place are the same bytes, and all of them and the last state are those of
+the reference; or a record has announced the same data, which every epoch then has, each sample
+once. At its end neither the run directory nor memory holds anything half written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+from tests.campaign.check import compared
+from tests.campaign.check_reshard import Round, data_ranks, epoch_wrong
+from tests.campaign.watch import Scene, place_of
+from tests.chaos import faults
+from tests.chaos.drive import ORDERLY, REFUSALS
+from tests.chaos.faults import CATALOGUE, OLDER, REFUSED, SAME_DATA
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.chaos.drive import Ended, Play
+
+EXACT, FAILED = "exact", "failed"
+MARK = re.compile(r"same data, not bitwise: ([\w ,]+)")
+OURS = ("internal error", "a bug of trainckpt")
+
+
+def verdict(play: Play, reference: Path) -> tuple[str, str]:
+    """The verdict, and what is wrong."""
+    permits = {word for e in play.attempts for name in e.faults for word in CATALOGUE[name].permits}
+    wrong = [
+        f"attempt {number}: {what}"
+        for number, ended in enumerate(play.attempts, 1)
+        for what in _attempt(play, ended, permits)
+    ]
+    last = play.attempts[-1]
+    if wrong:
+        return FAILED, "; ".join(wrong)
+    if not last.finished:
+        refused = not last.attempt_lines and set(last.codes) & set(REFUSALS)
+        if refused and REFUSED in permits:
+            return REFUSED, ""
+        return FAILED, f"the run did not finish: {last.codes} after {len(play.attempts)} attempts"
+    wrong += _left_behind(play)
+    scene, right = play.scene, Scene(reference, play.room.ranks)
+    different = [w for rank in range(play.room.ranks) for w in compared(rank, scene, right)]
+    announced = _announced(play)
+    word = EXACT
+    if different and announced and SAME_DATA in permits:
+        word, different = SAME_DATA, list(_data(play, right))
+    wrong += different
+    if wrong:
+        return FAILED, "; ".join(wrong)
+    if any(_is_refusal(ended) for ended in play.attempts):
+        return REFUSED, ""
+    return word, ""
+
+
+def _is_refusal(ended: Ended) -> bool:
+    return not ended.attempt_lines and bool(set(ended.codes) & set(REFUSALS))
+
+
+def _attempt(play: Play, ended: Ended, permits: set[str]) -> Iterator[str]:
+    if ended.hung:
+        yield f"hung for {ended.seconds:.0f} s"
+        return
+    if ended.left_over:
+        yield f"processes {ended.left_over} were left over"
+    explained = {code for name in ended.faults for code in CATALOGUE[name].ends}
+    if ended.ended_by_driver:
+        explained |= faults.DEATH
+    if _rolled_back(play, ended):
+        explained |= {65}
+    for code in set(ended.codes) - set(ORDERLY) - explained:
+        yield f"ended with {code}, which {ended.faults or 'nothing'} does not explain"
+    if set(ended.codes) <= {75} and not ended.hits:
+        yield "stopped, and nobody had asked for it"
+    lowered = ended.log.lower()
+    yield from (f"says {word!r}" for word in OURS if word in lowered)
+    yield from _began(play, ended, permits)
+
+
+def _rolled_back(play: Play, ended: Ended) -> bool:
+    """Whether an earlier fault has damaged what this attempt finds."""
+    earlier = play.attempts[: play.attempts.index(ended)]
+    return any(REFUSED in CATALOGUE[n].permits for e in earlier for n, _, _ in e.hits)
+
+
+def _began(play: Play, ended: Ended, permits: set[str]) -> Iterator[str]:
+    committed = ended.before[1]
+    if not committed or not ended.attempt_lines:
+        return
+    place = ended.attempt_lines[0]["resumed_from"]
+    if place is None:
+        yield f"began at the first step, though {committed[-1].place} was committed"
+    elif (place["step"], place["micro"]) < committed[-1].place and OLDER not in permits:
+        yield f"went on from {place}, though {committed[-1].place} was committed"
+
+
+def _announced(play: Play) -> bool:
+    return any(MARK.search(ended.log) for ended in play.attempts)
+
+
+def _left_behind(play: Play) -> Iterator[str]:
+    run, foreign = play.places.run, set(play.foreign)
+    for file in run.rglob(".tmp-*"):
+        yield f"{file.relative_to(run)} was left behind"
+    for folder in (run / "snapshots").glob("*"):
+        if folder not in foreign and not (folder / "manifest.json").exists():
+            yield f"snapshots/{folder.name} has no manifest, and was left behind"
+    for host in range(play.room.hosts):
+        memory = play.stage.memory_of(play.room, host)
+        names = [str(f.relative_to(memory)) for f in memory.glob("trainckpt-*/*")]
+        if names:
+            yield f"shared memory of host {host} still holds {names}"
+
+
+def _data(play: Play, right: Scene) -> Iterator[str]:
+    """Each sample of a whole epoch once, of what counts in the end."""
+    settings = play.room.settings
+    kept: dict[int, dict[tuple[int, int], dict]] = {}
+    for rank in data_ranks(settings):
+        lines = play.scene.lines(rank)
+        expected = {place_of(line): json.loads(line) for line in right.lines(rank)}
+        mine: dict[tuple[int, int], dict] = {}
+        for ended in play.attempts:
+            for begun in ended.attempt_lines:
+                place = begun["resumed_from"] or {"step": 0, "micro": 0}
+                first = place["step"], place["micro"]
+                mine = {p: line for p, line in mine.items() if p < first}
+                for line in lines[_at(begun["lines"], rank) :]:
+                    mine.setdefault(place_of(line), json.loads(line))
+        kept[rank] = expected | mine  # the lost rank may have died before it noted its last
+    places = sorted(next(iter(kept.values())))
+    most = len(kept) * settings.batch_size - 1
+    rounds = [
+        Round(
+            place,
+            next(iter(kept.values()))[place]["epoch"],
+            [s for lines in kept.values() for s in lines[place]["samples"]],
+            most,
+        )
+        for place in places
+    ]
+    for epoch in sorted({one.epoch for one in rounds})[:-1]:
+        of_epoch = [one for one in rounds if one.epoch == epoch]
+        yield from (f"epoch {epoch}: {w}" for w in epoch_wrong(of_epoch, ended=True))
+
+
+def _at(lines: list[int], rank: int) -> int:
+    return lines[rank] if rank < len(lines) else 0

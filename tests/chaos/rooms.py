@@ -1,0 +1,184 @@
+"""Rooms: what a run trains with, where its snapshots go, and who keeps them.
+
+What decides about the bits of a run comes from one table, so that a few dozen uninterrupted
+references serve all cases; the rest is drawn freely.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
+
+from tests.campaign.cases import Settings
+
+if TYPE_CHECKING:
+    from random import Random
+
+PLAIN, LIGHTNING, ACCELERATE, TRANSFORMERS = "plain", "lightning", "accelerate", "transformers"
+EXAMPLES = {
+    PLAIN: "char_gpt",
+    LIGHTNING: "lightning_gpt",
+    ACCELERATE: "accelerate_gpt",
+    TRANSFORMERS: "transformers_gpt",
+}
+MODULES = {  # loaded before ranks are forked; with more, a thread of Arrow's allocator begins
+    PLAIN: (),
+    LIGHTNING: ("lightning", "lightning.pytorch.strategies"),
+    ACCELERATE: ("accelerate",),
+    TRANSFORMERS: ("transformers.modeling_utils", "transformers.training_args"),
+}
+LOCAL, DISK, POOR, S3, TIER = "local", "disk", "tmpfs-poor", "s3", "s3 tier"
+RANKS, RUN = "ranks", "trainckpt run"
+PARTNER, XOR, RS = "partner", "xor:4", "rs:2+2"
+ACCUMULATE, NEVER = 3, 1_000_000
+
+#        trainer, layout, ranks, workers, bf16
+TABLE = (
+    (PLAIN, "none", 1, 0, False),
+    (PLAIN, "none", 1, 2, True),
+    (PLAIN, "ddp", 2, 0, False),
+    (PLAIN, "ddp", 2, 2, False),
+    (PLAIN, "ddp", 3, 0, True),
+    (PLAIN, "ddp", 4, 0, False),
+    (PLAIN, "fsdp", 2, 0, False),
+    (PLAIN, "fsdp", 3, 2, False),
+    (PLAIN, "fsdp", 4, 0, True),
+    (PLAIN, "hsdp", 2, 0, False),
+    (PLAIN, "hsdp", 4, 0, False),
+    (PLAIN, "tp", 2, 0, False),
+    (PLAIN, "tp", 4, 0, False),
+    (LIGHTNING, "none", 1, 2, False),
+    (LIGHTNING, "ddp", 2, 0, False),
+    (LIGHTNING, "fsdp", 2, 0, False),
+    (ACCELERATE, "none", 1, 2, True),
+    (ACCELERATE, "ddp", 2, 0, False),
+    (TRANSFORMERS, "none", 1, 2, False),
+    (TRANSFORMERS, "ddp", 2, 0, True),
+)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a case runs in.
+
+    Attributes:
+        hosts: Network and mount namespaces that the ranks are spread over.
+        place: Where snapshots lie: a folder, the disk that can go wrong, that with hardly any
+            shared memory, an object store, or a folder with the store as a slower tier.
+        redundancy: As the option; with it saves go to memory at every step.
+        save_every: Steps; `NEVER`.
+        launcher: Bare ranks, or `trainckpt run`.
+    """
+
+    trainer: str
+    layout: str
+    ranks: int
+    workers: int
+    bf16: bool
+    hosts: int
+    place: str
+    redundancy: str
+    encrypted: bool
+    survivors: bool
+    save_every: int
+    launcher: str
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(
+            EXAMPLES[self.trainer],
+            self.layout,
+            self.ranks,
+            ACCUMULATE,
+            self.workers,
+            0.1,
+            self.save_every,
+            4,
+        )
+
+    @property
+    def reference(self) -> str:
+        """The name of the uninterrupted run that this one has to equal."""
+        bits = f"-{'bf16' if self.bf16 else 'fp32'}"
+        return f"{EXAMPLES[self.trainer]}-{self.layout}{self.ranks}-w{self.workers}{bits}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the run directory is one of the file system."""
+        return self.place != S3
+
+    @property
+    def words(self) -> str:
+        every = {1: "saves every step", NEVER: "no saves"}.get(self.save_every, "saves")
+        parts = [
+            f"{self.trainer} {self.layout} x{self.ranks}",
+            *([f"{self.hosts} hosts"] if self.hosts > 1 else []),
+            *(["workers"] if self.workers else []),
+            *(["bf16"] if self.bf16 else []),
+            self.place,
+            *([self.redundancy] if self.redundancy != "none" else []),
+            *(["encrypted"] if self.encrypted else []),
+            *(["survivors"] if self.survivors else []),
+            every,
+            self.launcher,
+        ]
+        return ", ".join(parts)
+
+    @property
+    def rooms(self) -> list[str]:
+        """What it is counted under."""
+        return [
+            self.trainer,
+            self.layout,
+            f"{self.hosts} host{'s' if self.hosts > 1 else ''}",
+            self.place,
+            *([self.redundancy] if self.redundancy != "none" else []),
+            *(name for name in ("bf16", "encrypted", "survivors") if getattr(self, name)),
+            *(["workers"] if self.workers else []),
+            {1: "save every step", NEVER: "save never"}.get(self.save_every, "save few"),
+            self.launcher,
+        ]
+
+    def facts(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def without_saves(room: Room) -> Room:
+    """The room with the same bits where nothing is saved but the end."""
+    bare = {"hosts": 1, "place": LOCAL, "redundancy": "none", "encrypted": False}
+    return replace(room, **bare, survivors=False, save_every=NEVER, launcher=RANKS)
+
+
+def draw(random: Random, among: list[str] = ()) -> Room:
+    """A room; with `among`, one that is counted under one of these names."""
+    while True:
+        room = _any(random)
+        if not among or set(among) & set(room.rooms):
+            return room
+
+
+def _any(random: Random) -> Room:
+    trainer, layout, ranks, workers, bf16 = random.choice(TABLE)
+    hosts = random.choice([1, 1, ranks]) if trainer == PLAIN and layout != "none" else 1
+    place = random.choices([LOCAL, DISK, POOR, S3, TIER], [2, 4, 1, 2, 1])[0]
+    if hosts > 1 and place in (S3, TIER):
+        place = DISK  # a server on 127.0.0.1 is on none of them
+    redundancy = "none"
+    if hosts > 1 and random.random() < 0.7:
+        redundancy = random.choice([PARTNER, *([XOR, RS] if hosts == 4 else [])])
+    survivors = layout == "ddp" and trainer == PLAIN and place != S3 and random.random() < 0.4
+    launcher = RUN if hosts == 1 and random.random() < 0.25 else RANKS
+    return Room(
+        trainer,
+        layout,
+        ranks,
+        workers,
+        bf16,
+        hosts,
+        place,
+        redundancy,
+        encrypted=random.random() < 0.2,
+        survivors=survivors,
+        save_every=random.choices([1, 3, NEVER], [4, 3, 1])[0],
+        launcher=launcher,
+    )

@@ -1,0 +1,93 @@
+"""Cases of chaos: random runs that meet random faults end exactly, or as they have promised.
+
+`python -m tests.chaos --only SEED` plays one of them and shows its logs. A case takes some seconds,
+the imports of its trainer included: so five of one or two plain ranks stay here, which share three
+references, and the other nineteen are long.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.chaos import disk, drive, judge, report
+from tests.chaos.faults import CATALOGUE
+from tests.chaos.stage import cannot_be_made
+from tests.limits import HANG_S
+from tests.warm import ROOT
+
+on_a_stage = pytest.mark.skipif(bool(cannot_be_made()), reason=cannot_be_made() or "-")
+SEEDS = [98, 106, 222, 278, 302]
+LONG_SEEDS = [
+    *(3, 5, 7, 8, 9, 13, 18, 19, 67, 101),
+    *(103, 108, 127, 136, 260, 276, 367, 380, 387),
+]
+
+
+@on_a_stage
+@pytest.mark.parametrize("seeds", [SEEDS, pytest.param(LONG_SEEDS, marks=pytest.mark.long)])
+def test_runs_that_meet_random_faults_end_as_the_reference_or_as_promised(seeds):
+    names = ",".join(map(str, seeds))
+    played = subprocess.run(
+        [sys.executable, "-m", "tests.chaos", "--only", names],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=HANG_S + 30 * len(seeds),
+        check=False,
+    )
+    assert played.returncode == 0, played.stdout + played.stderr
+
+
+def test_a_seed_stands_for_one_case_and_every_fault_is_drawn():
+    drawn = [drive.draw(seed) for seed in range(400)]
+
+    assert drawn == [drive.draw(seed) for seed in range(400)]
+    assert {shot.fault for case in drawn for shot in case.shots} == set(CATALOGUE)
+    assert all(CATALOGUE[s.fault].needs(case.room) for case in drawn for s in case.shots)
+
+
+@on_a_stage
+def test_the_disk_refuses_the_call_it_was_told_to_and_no_other(tmp_path):
+    with disk.mounted(tmp_path / "disk", tmp_path / "backing") as one:
+        one.set({"kinds": ["write"], "errno": errno.ENOSPC, "first": 2, "times": 1})
+        file = os.open(one.folder / "file", os.O_WRONLY | os.O_CREAT)
+        try:
+            os.write(file, b"first")
+            with pytest.raises(OSError, match="No space left"):
+                os.write(file, b"second")
+            os.write(file, b"third")
+        finally:
+            os.close(file)
+        assert one.set(None) == 1
+
+        assert (one.backing / "file").read_bytes() == b"firstthird"
+
+
+@on_a_stage
+def test_a_disk_that_is_read_only_still_reads(tmp_path):
+    with disk.mounted(tmp_path / "disk", tmp_path / "backing") as one:
+        file = one.folder / "file"
+        file.write_bytes(b"kept")
+        one.set({"kinds": disk.WRITES, "errno": errno.EROFS, "first": 1, "times": None})
+
+        assert file.read_bytes() == b"kept"
+        for change in (file.unlink, lambda: file.write_bytes(b"new"), (one.folder / "new").mkdir):
+            with pytest.raises(OSError, match="Read-only"):
+                change()
+
+
+def test_the_table_counts_a_fault_in_every_room_of_its_case():
+    case = drive.draw(3)
+    ended = drive.Ended(([0], []), [], hits=[("SIGKILL", "rank 0", 3)] * 2, codes=[-9])
+    lines = [report.line_of(case, [ended], judge.EXACT, "")] * 2
+
+    rows = report.table(lines).splitlines()
+
+    assert rows[2].split()[:2] == ["SIGTERM", "0"]
+    assert next(row for row in rows if row.startswith("SIGKILL")).split()[1] == "2"
+    assert "4 faults in all" in rows
