@@ -1,7 +1,8 @@
 """A script that dies of one snapshot: tests.end_to_end.deadly PLACE STEPS SNAPSHOT WHEN HOW.
 
 It trains STEPS steps and is gone without a word, as a lost host is. WHEN is "reading", before the
-snapshot's bytes were verified, or "applying"; HOW the name of a signal, or an exit code.
+snapshot's bytes were verified, or "applying"; HOW the name of a signal, or an exit code. Of several
+ranks the last one dies.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from trainckpt.resume import candidate
 
 
 def die(how):
+    if int(os.environ.get("RANK", "0")) + 1 < int(os.environ.get("WORLD_SIZE", "1")):
+        return
     if how.isdecimal():
         os._exit(int(how))
     os.kill(os.getpid(), getattr(signal, how))
@@ -38,6 +41,8 @@ class Deadly:
 
 
 def main(place, steps, snapshot, when, how):
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        torch.distributed.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

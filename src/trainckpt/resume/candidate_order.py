@@ -9,6 +9,7 @@ its own error between starting to read it and its first boundary:
     killed, says its supervisor    its own error if no end was requested: a crash in native code,
                                    or the kernel short of memory, not distinguishable from any
                                    other SIGKILL of the ranks that spares the supervisor
+    silent, and torchrun lives on  the same (`silent_deaths`)
     crash marker, no supervisor    its own error: a crash in native code (`crash_marker`)
     no record of its end           unknown, and not counted: a machine taken away kills the
                                    supervisor too

@@ -28,6 +28,7 @@ from trainckpt.attempt import heartbeat, launch
 from trainckpt.attempt.heartbeat import is_alive
 from trainckpt.attempt.launch import AT_VARIABLE
 from trainckpt.attempt.log import logger
+from trainckpt.attempt.rank_agent import agent_identity
 from trainckpt.errors import (
     ConfigurationError,
     NoUsableSnapshot,
@@ -43,6 +44,7 @@ from trainckpt.resume import crash_marker, script_changes
 from trainckpt.resume.candidate import read_candidate
 from trainckpt.resume.scavenge import scavenge
 from trainckpt.resume.script_changes import ScriptChanges
+from trainckpt.resume.silent_deaths import agents_fact, with_outcomes_by_agents
 from trainckpt.run_directory.tier_set import TierSet, catch_up
 from trainckpt.run_directory.validate import (
     RankLocation,
@@ -175,10 +177,10 @@ def begin(
         NothingToResume, NoUsableSnapshot, TierUnavailable, StateMismatch: on every rank alike.
     """
     begun_s = time.monotonic()
-    me = [channel.world.host, os.getpid(), own_view()]
+    me = [channel.world.host, os.getpid(), own_view(), agent_identity()]
     everyone = channel.gather("hosts and processes", me, RANKS_TIMEOUT_S)
     _compare_lengths(channel, registry)
-    seats = [RankLocation(host, view) for host, _, view in everyone]
+    seats = [RankLocation(host, view) for host, _, view, _ in everyone]
     reach = reach or TierSet(tier)
     places = channel.gather(
         "the run's places", own_places(tier, reach.slower.tiers), RANKS_TIMEOUT_S
@@ -188,7 +190,8 @@ def begin(
     run, can = attach(tier, channel, seats, mode, by_name=by_name, reach=reach)
     if run is not None and mode != "never":
         scavenge(tier, channel, run, seats)
-    facts = {**launch.describe([(host, pid) for host, pid, _ in everyone]), "place": can}
+    facts = {**launch.describe([(host, pid) for host, pid, *_ in everyone]), "place": can}
+    facts |= agents_fact([agent for *_, agent in everyone])
     agreed = gather_or_raise(
         channel, "begin", lambda: _look(reach, channel, run, facts, mode), RANKS_TIMEOUT_S
     )[0]
@@ -262,7 +265,8 @@ def _look(
     run = run or attempt_records.found_run(tier)
 
     def read() -> dict[int, AttemptRecord]:
-        return crash_marker.with_crash_outcomes(tier, attempt_records.read_attempts(tier))
+        records = crash_marker.with_crash_outcomes(tier, attempt_records.read_attempts(tier))
+        return with_outcomes_by_agents(tier, records, facts)
 
     before, newest, tiers = catch_up(reach, run, read, sure=mode == "required")
     record = attempt_records.claim(tier, lambda n: AttemptRecord(n, facts=facts), newest)
