@@ -95,6 +95,14 @@ def size(num_bytes: int) -> str:
     return f"{value:.0f} {UNITS[unit]}" if unit == 0 else f"{value:.1f} {UNITS[unit]}"
 
 
+def span(seconds: float) -> str:
+    """Seconds in the largest unit that leaves a number of at least one: `1.5 h`."""
+    for unit, unit_s in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= unit_s:
+            return f"{seconds / unit_s:.1f} {unit}"
+    return f"{seconds:.0f} s" if seconds >= 10.0 else f"{seconds:.2g} s"
+
+
 def when(created: float) -> str:
     """Format a time in the local style."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created))

@@ -21,11 +21,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+
+ROUNDING = 1e-9
+MOST_FAILURES = 500.0  # between two saves: such a run never comes through
 
 
 # ---- one level
@@ -141,11 +145,15 @@ def plan(
         most_s: Longest interval, unless a level's shortest is longer.
     """
     plans = [_plan_used(used, downtime_s, step_s, most_s) for used in _choices(levels)]
-    return min(plans, key=lambda each: each.loss.total)
+    least = min(each.loss.total for each in plans) * (1.0 + ROUNDING)
+    return next(each for each in plans if each.loss.total <= least)
 
 
 def _choices(levels: Sequence[Level]) -> Iterator[list[Level]]:
-    """Yield each choice of levels with the last one; failures go to the next one that is used."""
+    """Yield each choice of levels with the last one, the most first.
+
+    Failures of a level that is not used go to the next one that is.
+    """
     *nearer, last = levels
     optional = [level for level in nearer if level.at_s is None]
     for count in range(len(optional) + 1):
@@ -178,25 +186,21 @@ def _intervals(levels: Sequence[Level], step_s: float, most_s: float) -> list[fl
     pools: list[list[Level]] = []
     for level, extra_s in zip(levels, _extra_stalls(levels), strict=True):
         pools.append([replace(level, stall_s=extra_s)])
-        while len(pools) > 1 and _best(pools[-2]) >= _best(pools[-1]):
+        while len(pools) > 1 and _best(pools[-2], most_s) >= _best(pools[-1], most_s):
             pools[-2:] = [pools[-2] + pools[-1]]
-    intervals_s: list[float] = []
-    shortest_s = step_s
-    for pool in pools:
-        chosen_s = min(_best(pool), most_s)
-        for level in pool:
-            shortest_s = max(shortest_s, level.least_s)
-            shortest_s = max(shortest_s, chosen_s if level.at_s is None else level.at_s)
-            intervals_s.append(shortest_s)
-    return intervals_s
+    return [max(step_s, _best(pool, most_s)) for pool in pools for _ in pool]
 
 
-def _best(pool: Sequence[Level]) -> float:
+def _best(pool: Sequence[Level], most_s: float) -> float:
+    """Return the best interval that these levels can share: the chosen one, or Young's."""
+    least_s = max(level.least_s for level in pool)
+    chosen = [level.at_s for level in pool if level.at_s is not None]
+    if chosen:
+        return max(least_s, *chosen)
     stall_s = sum(level.stall_s for level in pool)
     failures_per_s = sum(level.failures_per_s for level in pool)
-    if failures_per_s == 0.0:
-        return math.inf
-    return young_s(stall_s, 1.0 / failures_per_s)
+    best_s = young_s(stall_s, 1.0 / failures_per_s) if failures_per_s else math.inf
+    return max(least_s, min(best_s, most_s))
 
 
 def _extra_stalls(levels: Sequence[Level]) -> list[float]:
@@ -212,28 +216,32 @@ def expected_loss(
 
     For one level this is the exact expectation of a Poisson process (Daly, section 3, his restart
     time being downtime, restore and latency together): failures also strike while a run restarts.
-    For more it is exact to first order, and the levels' factors are multiplied.
+    For more it is exact to first order. What the nearer levels lose stretches the time between two
+    saves to a farther one, so more of its failures fall into it.
     """
-    share = sum(
-        extra_s / interval_s
-        for extra_s, interval_s in zip(_extra_stalls(levels), intervals_s, strict=True)
-        if extra_s
-    )
-    if share >= 1.0:
-        return Loss(math.inf, 0.0, 0.0, 0.0)
-    total = stalled = 1.0 / (1.0 - share)
+    total, nearer_share = 1.0, 0.0
     first_order = dict.fromkeys(("rework", "restore", "downtime"), 0.0)
-    for level, interval_s in zip(levels, intervals_s, strict=True):
-        rate = level.failures_per_s
-        if rate == 0.0:
-            continue
-        if rate * (interval_s + level.latency_s + level.restore_s + downtime_s) > 500.0:
-            return Loss(math.inf, 0.0, 0.0, 0.0)  # it never gets through an interval
-        redone = math.expm1(rate * interval_s) / (rate * interval_s) if interval_s else 1.0
-        total *= redone * math.exp(rate * (level.latency_s + level.restore_s + downtime_s))
-        first_order["rework"] += redone - 1.0 + rate * level.latency_s
-        first_order["restore"] += rate * level.restore_s
-        first_order["downtime"] += rate * downtime_s
+    rows = zip(levels, _extra_stalls(levels), intervals_s, strict=True)
+    for interval_s, pool in groupby(rows, key=lambda row: row[2]):
+        together = list(pool)  # saved at once: one level, whose failures are restored differently
+        extra_s = sum(extra_s for _, extra_s, _ in together)
+        stretch = total / (1.0 - nearer_share)
+        nearer_share += extra_s / interval_s if extra_s else 0.0
+        between = again = 0.0  # failures between two saves; seconds of their restarts
+        for level, _, _ in together:
+            rate = level.failures_per_s
+            between += rate * stretch * interval_s if rate else 0.0
+            again += rate * (level.latency_s + level.restore_s + downtime_s)
+            first_order["restore"] += rate * level.restore_s
+            first_order["downtime"] += rate * downtime_s
+            first_order["rework"] += rate * level.latency_s
+        if nearer_share >= 1.0 or between + again > MOST_FAILURES:
+            return Loss(math.inf, 0.0, 0.0, 0.0)
+        redone = math.expm1(between) / between if between else 1.0
+        first_order["rework"] += redone - 1.0
+        total *= redone * math.exp(again)
+    stalled = 1.0 / (1.0 - nearer_share)
+    total *= stalled
     by_failures = sum(first_order.values())
     scale = (total - stalled) / by_failures if by_failures else 0.0
     parts = {name: value * scale for name, value in first_order.items()}
