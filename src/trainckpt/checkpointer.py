@@ -30,6 +30,7 @@ from trainckpt.attempt.progress_counter import ProgressCounter
 from trainckpt.attempt.save_handle import SaveHandle
 from trainckpt.attempt.script_hooks import Hooks
 from trainckpt.attempt.status_files import RankStatusWriter
+from trainckpt.attempt.time_keeper import TimeKeeper
 from trainckpt.attempt.tracked_runs import TrackedRuns
 from trainckpt.data import counted_loops
 from trainckpt.data.loader import TrackedLoader
@@ -104,13 +105,14 @@ class Checkpointer:
         self._world = current_world()
         commit = GitCommit() if self._world.rank == 0 else None
         data_world = pop_data_world(keywords)
-        self._position = ProgressCounter(self.options.accumulate)
+        self._times = TimeKeeper()
+        self._position = ProgressCounter(self.options.accumulate, self._times)
         self._loop_checks = self._position.checks
         has_peers = data_world is not None and data_world.size < self._world.size
         self._registry = registry = Registry(
             has_peers=has_peers, choices=choice_by_kind(self.options.changed)
         )
-        self._hooks, self._timings, self._requests = Hooks(), Timings(), SaveRequests()
+        self._hooks, self._timings, self._requests = Hooks(), Timings(self._times), SaveRequests()
         estimator = SaveEstimator(self.options, registry, self._timings)
         self._files = tracked_files(registry, run)
         self._runs = TrackedRuns(registry, self._tier, self._world.rank)
@@ -394,7 +396,11 @@ class Checkpointer:
         """
         self._must_have_resumed()
         self._boundary(evaluation=True)
-        yield
+        self._times.begin_evaluation()
+        try:
+            yield
+        finally:
+            self._times.end_evaluation()
 
     def save(self, tag: str | None = None, wait: str | None = None) -> SaveHandle:
         """Request a snapshot at the next boundary on which all ranks agree; training continues.
@@ -514,17 +520,20 @@ class Checkpointer:
     def _after_save(self, attempt: Attempt) -> None:
         attempt.report.read_findings()
         attempt.weight_check.note_save(attempt.saver.sequence, self._position.step)
-        self._timings.after_boundary(time.monotonic())
+        self._timings.after_save(self._position.cursor, time.monotonic())
 
     def _boundary_near_start(self, *, evaluation: bool, closing: bool, is_in_loader: bool) -> None:
         """Do the work of the first boundaries, of a resume not yet compared, and of a proof."""
         attempt = self._must_have_resumed()
         if self._storable_check_due:
             self._check_storable(attempt)
-        if self._awaits_first_boundary:
+        is_first = self._awaits_first_boundary
+        if is_first:
             self._awaits_first_boundary = False
             self._first_boundary(attempt, fetches_batch=not (evaluation or closing))
         self._compare_with_snapshot(attempt, is_in_loader=is_in_loader)
+        if is_first:
+            self._times.begin_training()
         if self._recorder is not None:
             cursor = self._position.cursor
             self._recorder.boundary(cursor, evaluation=evaluation)
@@ -555,6 +564,7 @@ class Checkpointer:
         self._registry.script_variables.begin(attempt.beginning.run)
         self._loop_checks.on_first_boundary(asks=fetches_batch and not self._hooks.on_resume)
         self._files.warn_uncut(attempt.beginning.record.attempt)
+        self._times.begin_training()
         attempt.record_writer.change_soon(state=RUNNING)
         self._context.crash_marker.disarm()
 

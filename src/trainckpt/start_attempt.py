@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt import fingerprint
 from trainckpt.attempt.fingerprint import differences, take_fingerprint
+from trainckpt.attempt.goodput import repeats_fact
 from trainckpt.attempt.log import logger
 from trainckpt.attempt.record_writer import AttemptId, RecordWriter
 from trainckpt.attempt.status_files import CLAIMED, SUPERVISOR_VARIABLE
+from trainckpt.attempt.time_keeper import trained_by
 from trainckpt.dumping.communicators import Communicators
 from trainckpt.dumping.lean_dump import LeanDump
 from trainckpt.errors import ConfigurationError
@@ -196,6 +198,8 @@ def _begin(context: RankContext, mode: str) -> ResumePoint:
     def claimed(record: AttemptRecord) -> None:
         attempt = record.attempt
         context.crash_marker.arm(attempt)
+        if context.world.rank == 0:
+            context.timings.times.share(context.tier.url, attempt)
         context.status_writer.update(state=CLAIMED, attempt=attempt, encrypt_to=recipients)
         stop_mode = StopModeChooser(
             options=options,
@@ -219,6 +223,7 @@ def _begin(context: RankContext, mode: str) -> ResumePoint:
             reach=reach,
             given=given,
             commit=context.git_commit,
+            times=context.timings.times,
         )
 
 
@@ -227,7 +232,11 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
     options, registry, manifest = context.options, context.registry, beginning.manifest
     hosts = beginning.record.facts["hosts"]
     environment, reaches = _describe_ranks(context)
-    record_writer = RecordWriter(context.tier, beginning.record, writes=context.world.rank == 0)
+    times = context.timings.times
+    times.add_restore(beginning.read_s, beginning.sources)
+    record_writer = RecordWriter(
+        context.tier, beginning.record, writes=context.world.rank == 0, times=times
+    )
     initial = _record_beginning(context, beginning, record_writer)
     defaults = ManifestDefaults(
         beginning.run,
@@ -270,6 +279,7 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
         listener=context.listener,
         hard_exit=context.hard_exit,
         record_writer=record_writer,
+        times=times,
         report=report,
         status_writer=context.status_writer,
         requests=context.requests,
@@ -283,7 +293,9 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
             saver.references.begin_from(manifest, beginning.reader)
             if snapshot_encryption is not None:
                 snapshot_encryption.allow_references(manifest)
+        begun_s = time.monotonic()
         _apply(context, shutdown, beginning)
+        times.add_restore(time.monotonic() - begun_s)
         parts = [*context.problems, *parts, *said_after_loading(registry, beginning)]
         report.set_restored(of_all_ranks(context.channel, parts))
     if context.world.rank == 0:
@@ -291,6 +303,7 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
     schedule = _build_schedule(context, beginning)
     if beginning.saved is not None:  # only `PhasedRestore` needs it, until the first batch
         beginning = replace(beginning, saved=beginning.saved.without_state(), reader=None)
+    beginning = replace(beginning, before={})
     if manifest is not None:
         saver.replication.begin_from([context.tier, *context.slower.tiers], manifest)
     saver.uploads.start()
@@ -419,7 +432,12 @@ def _record_beginning(
         encryption.check_stays_encrypted(manifest, context.options)
     initial = _read_initial(context, beginning)
     parent = str(manifest.name) if manifest is not None else None
-    record_parent(context.channel, record_writer, parent, _facts(context, initial, beginning))
+    context.timings.times.begin_at(beginning.cursor)
+    facts = _facts(context, initial, beginning)
+    if context.world.rank == 0:
+        own = beginning.record.with_(parent=parent)
+        facts |= repeats_fact(beginning.before, own, trained_by(beginning.cursor))
+    record_parent(context.channel, record_writer, parent, facts)
     if initial is not None:
         put(initial.loading)
         for engine in context.registry.engines:

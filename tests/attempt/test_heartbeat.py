@@ -13,7 +13,7 @@ import pytest
 
 from tests.ranks.processes import context
 from trainckpt.attempt import heartbeat
-from trainckpt.attempt.heartbeat import Heartbeat, age_s, attempt_is_alive, path_of
+from trainckpt.attempt.heartbeat import Heartbeat, age_s, attempt_is_alive, path_of, read
 from trainckpt.snapshot.attempt_history import read_attempts
 from trainckpt.storage.local import LocalTier
 
@@ -45,7 +45,26 @@ def wait_for(condition):
 
 def beats(tier):
     """How many were written; 0 between opening and writing the first."""
-    return int(path_of(tier, 3).read_text() or 0)
+    return read(tier, 3).get("beat", 0)
+
+
+def test_a_beat_tells_what_the_attempt_does(tier):
+    """Also where a longer one stood before, and if that cannot be told."""
+    said = iter([{"text": "x" * 1000}, {"text": "y"}])
+    beat = Heartbeat(tier, 3, content=lambda: next(said), every_s=FAST_S)
+    beat.start()
+    wait_for(lambda: read(tier, 3).get("text") == "y" or beats(tier) > 2)
+    wait_for(lambda: "StopIteration" in read(tier, 3).get("unknown", ""))
+    assert attempt_is_alive(tier, 3)
+    beat.stop()
+    assert read(tier, 3) == {}
+
+
+def test_a_beat_of_an_older_release_tells_nothing(tier):
+    path_of(tier, 3).write_text("17\n")
+    assert read(tier, 3) == {}
+    path_of(tier, 3).write_text('{"beat": ')
+    assert read(tier, 3) == {}
 
 
 def test_it_is_written_again_and_again_and_gone_after_the_end(tier, beating):

@@ -57,6 +57,7 @@ def test_what_is_copied_while_training_waits_by_choice_is_digested_too():
         registry(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1)),
         prepare=lambda: None,
         before_step=lambda: None,
+        on_wait=lambda _: None,
         num_threads=1,
         device_copier=DeviceCopier(),
     )

@@ -5,6 +5,9 @@
 Its last write counts, by the clock of the file system that holds it: hosts' clocks differ. A reader
 makes a file of its own beside it and compares the two times.
 
+The content is a JSON object: what the attempt does now (docs/format.md). It says nothing about
+being alive. A reader may meet a file that is being rewritten, and then reads again.
+
 Threads: one of its own writes and removes the file, so storage that hangs delays no other thread. A
 write that fails is ignored: the run goes on, and looks dead to `pause` if they all fail.
 """
@@ -12,18 +15,20 @@ write that fails is ignored: the run goes on, and looks dead to `pause` if they 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.log import logger
-from trainckpt.errors import TrainckptError
-from trainckpt.format import names
+from trainckpt.errors import TrainckptError, UnusableSnapshot
+from trainckpt.format import json_io, names
 from trainckpt.storage.local import LocalTier
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from trainckpt.storage.base import RunTier
@@ -55,6 +60,8 @@ BEAT_EVERY_S = 5.0
 ALIVE_S = 15.0
 STOP_WITHIN_S = 2.0
 SUFFIX = ".heartbeat"
+MAX_BYTES = 1 << 20
+READ_TRIES, READ_AGAIN_S = 5, 0.02
 _PRIVATE = 0o600
 # A pipe in place of the file must not block.
 _NO_FOLLOW = (
@@ -65,9 +72,17 @@ _NO_FOLLOW = (
 class Heartbeat:
     """Sequence of calls: `start`, then `stop` at the attempt's end, in the same process."""
 
-    def __init__(self, tier: RunTier, attempt: int, *, every_s: float = BEAT_EVERY_S) -> None:
+    def __init__(
+        self,
+        tier: RunTier,
+        attempt: int,
+        *,
+        content: Callable[[], dict[str, Any]] = dict,
+        every_s: float = BEAT_EVERY_S,
+    ) -> None:
+        """`content`: what the attempt does now; called on the heartbeat's thread."""
         self._tier, self._key = tier, key_of(attempt)
-        self._every_s = every_s
+        self._content, self._every_s = content, every_s
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._pid = 0
@@ -98,13 +113,21 @@ class Heartbeat:
         while not self._stopping.is_set():
             beats += 1
             try:
-                self._beat(f"{beats}\n".encode())
+                self._beat(self._text(beats))
             except (OSError, TrainckptError) as error:
                 self._warn_once(error)
             self._stopping.wait(self._every_s)
         with contextlib.suppress(OSError, TrainckptError):
             if not self._keep:
                 self._tier.remove(self._key)
+
+    def _text(self, beats: int) -> bytes:
+        body: dict[str, Any] = {"beat": beats}
+        try:
+            body |= self._content()
+        except Exception as error:  # noqa: BLE001 - it beats all the same
+            body["unknown"] = repr(error)[:200]
+        return json.dumps(body).encode()
 
     def _beat(self, data: bytes) -> None:
         if isinstance(self._tier, LocalTier):
@@ -151,6 +174,24 @@ def age_s(tier: RunTier, attempt: int) -> float | None:
         os.close(descriptor)
 
 
+def read(tier: RunTier, attempt: int) -> dict[str, Any]:
+    """Return the content of an attempt's last beat; empty without one, or if it is unreadable.
+
+    Raises:
+        TierUnavailable: the tier refused.
+    """
+    for number in range(READ_TRIES):
+        if number:
+            time.sleep(READ_AGAIN_S)
+        with contextlib.suppress(UnusableSnapshot):
+            key = key_of(attempt)
+            body = json_io.parse(tier.read(key, max_bytes=MAX_BYTES), key, max_bytes=MAX_BYTES)
+            return body if isinstance(body, dict) else {}
+        if tier.size(key_of(attempt)) is None:
+            break
+    return {}
+
+
 def attempt_is_alive(tier: RunTier, attempt: int) -> bool:
     """Return True if the attempt's heartbeat is less than 15 s old."""
     age = age_s(tier, attempt)
@@ -158,10 +199,10 @@ def attempt_is_alive(tier: RunTier, attempt: int) -> bool:
 
 
 def _write(path: Path, data: bytes) -> None:
-    # In place: its content is never read, and no name appears or disappears.
+    # In place: no name appears or disappears. One write, with spaces over a longer content before.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | _NO_FOLLOW, _PRIVATE)
     try:
-        os.write(descriptor, data)
+        os.write(descriptor, data.ljust(min(os.fstat(descriptor).st_size, MAX_BYTES)))
     finally:
         os.close(descriptor)
 

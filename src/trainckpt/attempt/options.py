@@ -391,6 +391,7 @@ _OTHERS = (
     "COMMAND",
     "CRIU",
     "DUMPS",
+    "LAUNCHED",
     "MEMORY",
     "PROVE",
     "RESTART",

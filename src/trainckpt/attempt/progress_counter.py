@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainckpt.attempt.log import logger
+from trainckpt.attempt.time_keeper import MICRO_BATCHES, STEPS, TimeKeeper
 from trainckpt.format.cursor import Cursor
 from trainckpt.state.adapters.optimizer import inner_optimizers
 from trainckpt.state.step_hooks import counted_optimizer, untraced
@@ -41,7 +42,9 @@ class ProgressCounter:
         checks: Checks of the training loop.
     """
 
-    def __init__(self, accumulate: int | None = None) -> None:
+    def __init__(self, accumulate: int | None = None, times: TimeKeeper | None = None) -> None:
+        """`times`: told the counts, so that they outlive this process."""
+        self._times = times or TimeKeeper(0.0)
         self.between_batches = True
         self.step = 0
         self.micro = 0
@@ -219,6 +222,8 @@ class ProgressCounter:
         if self.step != self._step_at_boundary:
             self._step_at_boundary = self.step
             self.window, self.micro = self.micro, 0
+        numbers = self._times.numbers
+        numbers[STEPS], numbers[MICRO_BATCHES] = self.step, self._micro_batches
         self._evaluations = self._evaluations + 1 if evaluation else 0
         if not self.micro:
             self._mark_window()
@@ -272,6 +277,7 @@ class ProgressCounter:
             return
         self._in_step, self._watched = False, ""
         self.step += 1
+        self._times.numbers[STEPS] = self.step
         self.checks.on_step()
 
     def _warn_of_no_step(self) -> None:

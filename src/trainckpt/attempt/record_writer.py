@@ -20,13 +20,16 @@ from trainckpt.attempt.status_files import (
     RESTORED_FILE,
     RestoreAnnouncement,
     launch_folder,
+    read_restore_announcement,
     read_status,
 )
 from trainckpt.errors import TrainckptError
+from trainckpt.format.attempt_times import TIMES
 from trainckpt.snapshot import attempt_history
 from trainckpt.storage.object_store import ObjectStoreTier
 
 if TYPE_CHECKING:
+    from trainckpt.attempt.time_keeper import TimeKeeper
     from trainckpt.format.attempt_record import AttemptRecord
     from trainckpt.storage.base import Tier
 
@@ -51,8 +54,16 @@ class AttemptId:
 class RecordWriter:
     """Holds and rewrites one attempt's record."""
 
-    def __init__(self, tier: Tier, record: AttemptRecord, *, writes: bool) -> None:
-        self._tier = tier
+    def __init__(
+        self,
+        tier: Tier,
+        record: AttemptRecord,
+        *,
+        writes: bool,
+        times: TimeKeeper | None = None,
+    ) -> None:
+        """`times`: of the attempt, written with each change."""
+        self._tier, self._times = tier, times
         self._record = record
         self._writes = writes
         self._number = AttemptId(record.attempt)
@@ -124,6 +135,9 @@ class RecordWriter:
             if claimed is not None:
                 own = self._record
                 facts = {**own.facts, **claimed.facts}
+                restored = read_restore_announcement()
+                if self._times is not None and restored is not None:
+                    self._times.begin_anew(restored.started)
                 self._record = claimed.with_(state=own.state, facts=facts)
 
     def _write(self, *, must: bool, **changes: Any) -> None:
@@ -131,6 +145,8 @@ class RecordWriter:
         facts = changes.get("facts", self._record.facts)
         for key, table in self._kept.items():
             facts = {**facts, key: {**facts.get(key, {}), **table}}
+        if self._times is not None:
+            facts = {**facts, TIMES: self._times.to_json()}
         self._record = self._record.with_(**{**changes, "facts": facts})
         if not self._writes:
             return

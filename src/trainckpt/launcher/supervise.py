@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from trainckpt.attempt import status_files
 from trainckpt.attempt.launch import AT_VARIABLE, COMMAND_VARIABLE, DUMPS_VARIABLE, command_hash
 from trainckpt.attempt.options import THROUGH_TIERS, read_options
 from trainckpt.attempt.status_files import SUPERVISOR_VARIABLE
+from trainckpt.attempt.time_keeper import LAUNCHED_VARIABLE
 from trainckpt.errors import INTERRUPTED, START_AGAIN, ConfigurationError
 from trainckpt.format.attempt_record import UNDECIDED
 from trainckpt.launcher import supervisor_record
@@ -264,6 +266,7 @@ def _launch(
                 Path(folder, status_files.SUPERVISOR_FILE), status_files.this_supervisor()
             )
         start.reporter.tell(folder=folder)
+        variables[LAUNCHED_VARIABLE] = str(time.monotonic())
         variables |= {DUMPS_VARIABLE: "1"} if start.dumpable is not None else {}
         if named is not None:
             variables[supervisor_record.NAME_VARIABLE] = named.url

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.attempt import heartbeat, launch
 from trainckpt.attempt.heartbeat import Heartbeat
 from trainckpt.attempt.status_files import LEFT, REFUSED, RankStatus
+from trainckpt.attempt.time_keeper import times_left
 from trainckpt.errors import TrainckptError
 from trainckpt.format.attempt_record import (
     ENDED,
@@ -28,6 +29,7 @@ from trainckpt.format.attempt_record import (
     UNDECIDED,
     AttemptRecord,
 )
+from trainckpt.format.attempt_times import TIMES
 from trainckpt.format.dump import KIND as DUMP
 from trainckpt.format.exactness import BITWISE
 from trainckpt.launcher.outcome import CONSEQUENCES, NOTICE
@@ -119,7 +121,10 @@ def complete_record(
             # As the ranks do: only an attempt that failed by itself may count as one that its
             # snapshot, if it never passed a boundary, is to blame for.
             state = record.state if entry["outcome"] == FAILED else ENDED
-            record = record.with_(state=state, outcome=entry)
+            facts = {**record.facts}
+            if (times := times_left(tier, record)) is not None:
+                facts[TIMES] = times.to_json()
+            record = record.with_(state=state, outcome=entry, facts=facts)
             attempt_history.replace(tier, record)
         if outcome.dump:
             tier.remove(heartbeat.key_of(record.attempt))

@@ -94,10 +94,15 @@ def process_start_s() -> float:
 
     A supervisor states its own start: the ranks it restarts are part of the same job.
     """
-    now_s = time.monotonic()
     with contextlib.suppress(ValueError):
-        if 0 <= (told_s := float(os.environ.get(STARTED_VARIABLE, ""))) <= now_s:
+        if 0 <= (told_s := float(os.environ.get(STARTED_VARIABLE, ""))) <= time.monotonic():
             return told_s
+    return own_start_s()
+
+
+def own_start_s() -> float:
+    """Return the start of this process alone, on the monotonic clock; now if unknown."""
+    now_s = time.monotonic()
     try:
         stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
         fields = stat.rpartition(")")[2].split()  # behind a name that may be cut inside a character

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.log import logger
+from trainckpt.attempt.options import MEMORY
 from trainckpt.errors import (
     ConfigurationError,
     NoAgreement,
@@ -255,13 +256,15 @@ def _look(tiers: Sequence[Tier], key: str, file: FileEntry, copies: dict[str, An
 class ReadCandidate:
     """One rank's state from the snapshot, and a reader for more of it.
 
-    `reasons` lists the grounds for refusing it; empty for a usable candidate.
+    `reasons` lists the grounds for refusing it; empty for a usable candidate. `sources` has the
+    bytes of the files read, by tier.
     """
 
     manifest: Manifest | None = None
     saved: Saved | None = None
     reader: Reader | None = None
     reasons: list[str] = field(default_factory=list)
+    sources: dict[str, int] = field(default_factory=dict)
 
 
 def read_candidate(
@@ -349,7 +352,21 @@ def read_candidate(
         if from_memory or slower:
             sources = "memory" if from_memory else ", ".join(tiers[n].name for n in slower)
             logger.info("%s was read from %s", name, sources)
-    return ReadCandidate(read.manifest, read.saved, read.reader, reasons)
+    return ReadCandidate(read.manifest, read.saved, read.reader, reasons, _sources(ladder, near))
+
+
+def _sources(ladder: TieredReader, near: MemoryCachedTier) -> dict[str, int]:
+    """Return the bytes of the files that this rank read, by the tier that they came from."""
+    found: dict[str, int] = {}
+    for key, num_bytes in ladder.sizes.items():
+        if key in ladder.read_from:
+            name = ladder.tiers[ladder.read_from[key]].name
+        elif key in near.used:
+            name = MEMORY
+        else:
+            continue
+        found[name] = found.get(name, 0) + num_bytes
+    return found
 
 
 def _load_manifest(ladder: TieredReader, run: str, name: SnapshotName) -> Manifest:

@@ -21,10 +21,12 @@ import os
 import socket
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt import heartbeat, launch
+from trainckpt.attempt.goodput import before_fact
 from trainckpt.attempt.heartbeat import is_alive
 from trainckpt.attempt.launch import AT_VARIABLE
 from trainckpt.attempt.log import logger
@@ -36,6 +38,7 @@ from trainckpt.errors import (
     UnusableSnapshot,
 )
 from trainckpt.format.attempt_record import FAILED, AttemptRecord
+from trainckpt.format.attempt_times import TIMES
 from trainckpt.format.names import SnapshotName
 from trainckpt.ranks import store
 from trainckpt.ranks.store import RANKS_TIMEOUT_S, gather_or_raise
@@ -62,6 +65,7 @@ if TYPE_CHECKING:
 
     from trainckpt.attempt.git_commit import GitCommit
     from trainckpt.attempt.record_writer import RecordWriter
+    from trainckpt.attempt.time_keeper import TimeKeeper
     from trainckpt.format.cursor import Cursor
     from trainckpt.format.manifest import Manifest
     from trainckpt.ranks.store import RankStore
@@ -122,6 +126,9 @@ class ResumePoint:
         why_fresh: Reason for a start at step 0, if any.
         lost: Micro-batches that earlier attempts trained after that snapshot; None if unknown.
         script: What the script gives, and how it differs from what the snapshot had.
+        read_s: Seconds spent on reading and refusing snapshots.
+        sources: Tier -> bytes of the files read from it.
+        before: Rank 0: the records of all attempts before, as it read them.
     """
 
     run: str
@@ -133,6 +140,9 @@ class ResumePoint:
     why_fresh: str = ""
     lost: int | None = None
     script: ScriptChanges | None = None
+    read_s: float = 0.0
+    sources: Mapping[str, int] = field(default_factory=dict)
+    before: Mapping[int, AttemptRecord] = field(default_factory=dict)
 
     @property
     def cursor(self) -> Cursor | None:
@@ -159,6 +169,7 @@ def begin(
     reach: TierSet | None = None,
     given: Mapping[str, Any] | None = None,
     commit: GitCommit | None = None,
+    times: TimeKeeper | None = None,
 ) -> ResumePoint:
     """Choose and read the snapshot this attempt begins from. Every rank calls it.
 
@@ -172,6 +183,7 @@ def begin(
         reach: The slower tiers to search too.
         given: What the script gives, from `script_changes`; None: it is not compared.
         commit: Of the script, on rank 0; waited for where another commit is refused.
+        times: Of the attempt; recorded from the claim on.
 
     Raises:
         NothingToResume, NoUsableSnapshot, TierUnavailable, StateMismatch: on every rank alike.
@@ -192,13 +204,19 @@ def begin(
         scavenge(tier, channel, run, seats)
     facts = {**launch.describe([(host, pid) for host, pid, *_ in everyone]), "place": can}
     facts |= agents_fact([agent for *_, agent in everyone])
-    agreed = gather_or_raise(
-        channel, "begin", lambda: _look(reach, channel, run, facts, mode), RANKS_TIMEOUT_S
-    )[0]
+    if times is not None:
+        facts[TIMES] = times.to_json()
+    before: dict[int, AttemptRecord] = {}
+    look = partial(
+        _look, reach=reach, channel=channel, run=run, facts=facts, mode=mode, seen=before
+    )
+    agreed = gather_or_raise(channel, "begin", look, RANKS_TIMEOUT_S)[0]
     record = AttemptRecord(agreed["attempt"], facts=facts)
     on_claimed(record)
     script = None if given is None else ScriptChanges(given)
-    beginning = ResumePoint(agreed["run"], record, why_fresh=agreed["why_fresh"], script=script)
+    beginning = ResumePoint(
+        agreed["run"], record, why_fresh=agreed["why_fresh"], script=script, before=before
+    )
     try:
         tiers = reach.open(agreed["tiers"])
         return _try_in_order(
@@ -256,9 +274,18 @@ def _length(loader: Any) -> int:
 
 
 def _look(
-    reach: TierSet, channel: RankStore, run: str | None, facts: dict[str, Any], mode: str
+    *,
+    reach: TierSet,
+    channel: RankStore,
+    run: str | None,
+    facts: dict[str, Any],
+    mode: str,
+    seen: dict[int, AttemptRecord],
 ) -> dict[str, Any]:
-    """Claim the attempt on rank 0 and list the snapshots to try, in order."""
+    """Claim the attempt on rank 0 and list the snapshots to try, in order.
+
+    `facts` and `seen` are completed: by what is left of the attempt before, and by all records.
+    """
     if channel.world.rank != 0:
         return {}
     tier = reach.run_tier
@@ -269,6 +296,8 @@ def _look(
         return with_outcomes_by_agents(tier, records, facts)
 
     before, newest, tiers = catch_up(reach, run, read, sure=mode == "required")
+    seen.update(before)
+    facts |= before_fact(tier, before)
     record = attempt_records.claim(tier, lambda n: AttemptRecord(n, facts=facts), newest)
     try:
         choice = _choose(reach, run, before, mode)
@@ -362,7 +391,7 @@ def _try_in_order(
     opener: KeyRing,
     commit: GitCommit | None,
 ) -> ResumePoint:
-    refused = dict(agreed["refused"])
+    refused, begun_s = dict(agreed["refused"]), time.monotonic()
     names = [SnapshotName.parse(text) for text in agreed["candidates"]]
     tier = tiers[0]
     memory = SharedMemoryDir.of(tier.url)
@@ -401,6 +430,8 @@ def _try_in_order(
                 saved=read.saved,
                 reader=read.reader,
                 refused=refused,
+                read_s=time.monotonic() - begun_s,
+                sources=read.sources,
             )
             return replace(begun, lost=None if lost is None else lost + begun.rewound)
         refused[str(name)] = "; ".join(read.reasons)

@@ -152,6 +152,7 @@ class SaveCoordinator:
             registry,
             prepare=self._prepare,
             before_step=self._before_step,
+            on_wait=timings.record_wait,
             num_threads=arenas.copy_threads,
             device_copier=arenas.device_copier,
         )
@@ -351,7 +352,9 @@ class SaveCoordinator:
         """
         if not self._holds_step:
             return
+        begun_s = time.monotonic()
         self.join(HOLD_S)
+        self._timings.record_wait(begun_s)
         if self._cut_off:
             self._blocks_step = False
             logger.warning(

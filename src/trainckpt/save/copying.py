@@ -96,6 +96,7 @@ class StateCopier:
         *,
         prepare: Callable[[], None],
         before_step: Callable[[], None],
+        on_wait: Callable[[float], object],
         num_threads: int,
         device_copier: DeviceCopier,
     ) -> None:
@@ -106,6 +107,7 @@ class StateCopier:
             prepare: Called once, before the second step, when all state exists.
             before_step: Called before each step of the first optimizer; returns when the step may
                 go on.
+            on_wait: Called after a step has waited for copies, with the moment from which on.
             num_threads: Number of threads that copy.
             device_copier: Copies from a GPU by itself.
         """
@@ -113,7 +115,7 @@ class StateCopier:
         self._choice = CopyChoice()
         self._num_threads = num_threads
         self._device_copier = device_copier
-        self._fence = StepFence(self._on_step, self._device_copier)
+        self._fence = StepFence(self._on_step, self._device_copier, on_wait)
         self._overlapped: OverlappedCopy | None = None
         self._number = 0
         self._prepare, self._before_step = prepare, before_step

@@ -7,6 +7,7 @@ own. The training thread writes; any thread reads.
 from __future__ import annotations
 
 import statistics
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from trainckpt.attempt.time_keeper import BOUNDARY_S, TimeKeeper
 from trainckpt.encryption.encrypted_file import bytes_per_s
 from trainckpt.state.adapters import fsdp
 from trainckpt.state.dtensor import is_sharded, local
@@ -21,6 +23,7 @@ from trainckpt.state.dtensor import is_sharded, local
 if TYPE_CHECKING:
     from trainckpt.attempt.options import Options
     from trainckpt.attempt.save_handle import CommitEvent
+    from trainckpt.format.cursor import Cursor
     from trainckpt.state.registry import Registry
 
 
@@ -28,9 +31,14 @@ REMEMBERED = 16
 
 
 class Timings:
-    """Durations of one attempt on this rank."""
+    """Durations of one attempt on this rank.
 
-    def __init__(self) -> None:
+    Attributes:
+        times: The attempt's time as a whole.
+    """
+
+    def __init__(self, times: TimeKeeper | None = None) -> None:
+        self.times = times or TimeKeeper(0.0)
         self._durations_s: deque[float] = deque(maxlen=REMEMBERED)
         self._saves: deque[float] = deque(maxlen=3)
         self._save_s: float | None = None
@@ -42,15 +50,23 @@ class Timings:
         """Record the time of a boundary."""
         if self._last_s is not None:
             self._durations_s.append(now_s - self._last_s)
+        self._last_s = self.times.numbers[BOUNDARY_S] = now_s
+
+    def after_save(self, cursor: Cursor, now_s: float) -> None:
+        """Record the time after a save at a boundary: it is no part of a micro-batch."""
+        begun_s = now_s if self._last_s is None else self._last_s
+        self.times.note_staged(cursor, begun_s)
+        self.times.add_wait(begun_s, now_s)
         self._last_s = now_s
 
-    def after_boundary(self, now_s: float) -> None:
-        """Record the time after a boundary: work done there is no part of a micro-batch."""
-        self._last_s = now_s
+    def record_wait(self, begun_s: float) -> None:
+        """Record a wait of a step for a save; it has ended now."""
+        self.times.add_wait(begun_s, time.monotonic(), saves=0)
 
     def on_commit(self, event: CommitEvent) -> None:
         """Record a committed save of this rank. Saving thread."""
         self.record_save(event.num_bytes, event.seconds)
+        self.times.note_commit(event.manifest.cursor)
 
     def record_save(self, num_bytes: int, seconds: float) -> None:
         """Record the size and duration of a save."""

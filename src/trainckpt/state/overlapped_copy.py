@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -231,8 +232,11 @@ class StepFence:
         self,
         on_step: Callable[[torch.optim.Optimizer], None] = lambda _: None,
         device_copier: DeviceCopier | None = None,
+        on_wait: Callable[[float], object] = lambda _: None,
     ) -> None:
-        """Install the hook. It calls `on_step` with the optimizer, after any wait."""
+        """Install the hook. It calls `on_step` with the optimizer, after any wait, and `on_wait`
+        with the moment at which the wait began."""
+        self._on_wait = on_wait
         self._overlapped: OverlappedCopy | None = None
         self._on_step, self._device_copier = on_step, device_copier or DeviceCopier()
         self._handle = register_optimizer_step_pre_hook(untraced(self._before_step))
@@ -262,7 +266,9 @@ class StepFence:
                 self._overlapped.distrust()
             return
         if self._overlapped is not None:
+            begun_s = time.monotonic()
             self.settle()
+            self._on_wait(begun_s)
         self._on_step(optimizer)
 
 

@@ -22,11 +22,12 @@ import os
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.heartbeat import Heartbeat
 from trainckpt.attempt.launch import RAY, kind_of_launch
 from trainckpt.attempt.log import logger
+from trainckpt.format.attempt_times import TIMES
 from trainckpt.notice import Notice
 from trainckpt.preemption import gpu_health
 from trainckpt.preemption.polling import PollingSource
@@ -130,7 +131,7 @@ class NoticeListener:
             *(LoggedNoticeSource(source, report) for source in others),
         ]
         if world.rank == 0:
-            self._heartbeat = Heartbeat(self._tier, attempt)
+            self._heartbeat = Heartbeat(self._tier, attempt, content=self._live)
             self._heartbeat.start()
             weakref.finalize(self, self._heartbeat.stop)
         self.watcher = NoticeWatcher(
@@ -226,6 +227,10 @@ class NoticeListener:
         self.watcher.stop()
         if self._heartbeat is not None:
             self._heartbeat.stop()
+
+    def _live(self) -> dict[str, Any]:
+        """Return what the attempt does now, for its heartbeat."""
+        return {TIMES: self._timings.times.to_json()}
 
     def _on_stop(self, seconds_left: float | None) -> None:
         """Start the deadline of an agreed stop. Watcher thread."""

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from trainckpt.attempt.options import Options
     from trainckpt.attempt.record_writer import RecordWriter
     from trainckpt.attempt.status_files import RankStatusWriter
+    from trainckpt.attempt.time_keeper import TimeKeeper
     from trainckpt.data.loader import TrackedLoader
     from trainckpt.format.cursor import Cursor
     from trainckpt.ranks.decision import Decision
@@ -53,6 +54,7 @@ BARRIER_TIMEOUT_S = 60.0
 REQUEUED_WITHIN_S = LINGER_S + 2 * COMMAND_S + 30.0
 EXIT_AFTER_S = 5.0
 RECORD_WITHIN_S = 2.0
+UNRECORDED_S = 0.2  # of leaving, not worth another write
 RECORDED = 20  # parts named in a record, the weakest first
 SAVE_IN_FLIGHT_S = 5.0  # wait after an exception for a nearly finished save
 
@@ -75,6 +77,7 @@ class Shutdown:
         listener: NoticeListener,
         hard_exit: HardExit,
         record_writer: RecordWriter,
+        times: TimeKeeper,
         report: ResumeReport,
         status_writer: RankStatusWriter,
         requests: SaveRequests,
@@ -86,8 +89,8 @@ class Shutdown:
         """Store the arguments.
 
         Args:
-            options, channel, saver, final_save, listener, record_writer, report, status_writer,
-                requests: Of the attempt.
+            options, channel, saver, final_save, listener, record_writer, times, report,
+                status_writer, requests: Of the attempt.
             hard_exit: Exits of background threads; each is recorded from now on.
             loaders: The owner's own list: a loader may be registered later.
             where: Returns the cursor of the run.
@@ -110,6 +113,7 @@ class Shutdown:
         self._ending = threading.Lock()
         self._recorded = threading.Event()
         self._begun_s = time.monotonic()
+        self._times, self._recorded_s = times, 0.0
         self._code = options.exit_code
         hard_exit.record_first(self.cut_short)
 
@@ -129,12 +133,15 @@ class Shutdown:
         may_pause = dump_pause is not None and dump_pause.is_requested
         if not may_pause:
             self._end_survival()
+            self._times.begin_leaving()
         self._final_save.save(cursor, reason, self._listener.deadline, stops=True)
         snapshot, lost = self._final_save.standing(cursor)
         if dump_pause is not None and dump_pause.here(due.round, None if lost else snapshot):
             self._channel = self._final_save.go_on(self._channel)
             self._report.reconnect(self._channel)
+            self.record_writer.change()  # as another attempt: its time begins anew
             return True
+        self._times.begin_leaving()
         if may_pause:
             self._end_survival()
         self._code = self._options.exit_code if snapshot else UnusableSnapshot.exit_code
@@ -169,6 +176,7 @@ class Shutdown:
             SaveFailed: the final snapshot did not commit; raised after all ranks left in order.
         """
         self._end_survival()
+        self._times.begin_leaving()
         failure = self._final_save.save(cursor, "final", self._listener.deadline)
         self._listener.finish()  # committed: whatever is decided from now on is ignored
         self._barrier("finished")
@@ -188,6 +196,7 @@ class Shutdown:
         if self._survival is not None:
             self._survival.after(error)
             self._survival.close(left=False)
+        self._times.begin_leaving()
         with contextlib.suppress(NoAgreement):
             self._listener.watcher.publish_final()
         code = exit_code_of(error) if isinstance(error, SystemExit) else 1
@@ -205,6 +214,7 @@ class Shutdown:
                 lost,
                 snapshot or "step 0",
             )
+        self._times.close()
         self._listener.end()
 
     def cut_short(self, why: str) -> None:
@@ -228,6 +238,7 @@ class Shutdown:
             if self.left:
                 return
             self._left, self._code = True, code
+        self._times.begin_leaving()
         self._report.close()
         if how != KILLED:  # a store that does not answer must not hold up an end against time
             self._report.read_findings()
@@ -256,16 +267,20 @@ class Shutdown:
         self.record_writer.change(
             state=ENDED if how != FAILED else self.record_writer.record.state, outcome=outcome
         )
+        self._recorded_s = time.monotonic()
         self._status_writer.update(state=LEFT, how=how, exit_code=code)
         kubernetes.last_word(os.environ, outcome)
         self._recorded.set()
 
     def _record_tiers(self, cursor: Cursor) -> None:
-        """Record the tiers that received the snapshot since the record was written."""
+        """Record the tiers that received the snapshot since the record was written, and the time
+        that this took."""
         snapshot, _ = self._final_save.standing(cursor)
         tiers, outcome = self._final_save.tiers_with(snapshot), self.record_writer.record.outcome
-        if outcome is not None and tiers != outcome["tiers"]:
+        took_s = time.monotonic() - self._recorded_s
+        if outcome is not None and (tiers != outcome["tiers"] or took_s > UNRECORDED_S):
             self.record_writer.change(outcome={**outcome, "tiers": tiers})
+        self._times.close()
 
     def _requeue(self, reason: str) -> None:
         """Ask Slurm to requeue the job; a script that runs on after the stop decides for itself."""
