@@ -42,6 +42,7 @@ VERBS = {
     "prune": "delete checkpoints beyond the retention policy, and leftover files",
     "prove": "run a script straight, then stopped and resumed, and compare every bit",
     "demo": "prove that checkpoints resume exactly, on a small built-in example; needs no clone",
+    "advise": "advise how often to save, and on what else a job's checkpoints need, with reasons",
     "simulate": "simulate a job under faults, with checkpoints as several systems take them",
     "keygen": "make a new identity to read encrypted checkpoints, and its public recipient",
     "rewrap": "change the recipients of encrypted checkpoints, without rewriting their data",

@@ -1,7 +1,8 @@
 """Decide how often to save, and predict what failures cost.
 
 closed_forms      interval of each level, and the expected loss: what `every="auto"` uses too
-run_history       how often a run has failed so far
+run_history       what a run's saves cost, and how often it has failed
+advice            options of a run, each with its reason
 
 cluster           sizes and bandwidths of a cluster and its job
 faults            faults by kind, drawn at random or read from a trace

@@ -179,17 +179,16 @@ def _trainckpt(cluster: Cluster) -> list[SavedLevel]:
     memory = SavedLevel(
         place=MEMORY, stall_s=cluster.capture_s, copy_s=0.0, restore_s=cluster.capture_s
     )
-    copy_s = cluster.peer_copy_s
-    store_copy_s = cluster.store_copy_s
-    return [
+    copy_s, store_copy_s = cluster.peer_copy_s, cluster.store_copy_s
+    partner = replace(
         memory,
-        replace(
-            memory,
-            place=PARTNER,
-            copy_s=copy_s,
-            restore_s=cluster.capture_s + copy_s,
-            least_s=copy_s,
-        ),
+        place=PARTNER,
+        copy_s=copy_s,
+        restore_s=cluster.capture_s + copy_s,
+        least_s=copy_s,
+    )
+    return [
+        *([memory] if cluster.hosts < 2 else [memory, partner]),
         SavedLevel(
             place=SHARED,
             stall_s=cluster.capture_s,
