@@ -534,6 +534,7 @@ class Checkpointer:
         self._compare_with_snapshot(attempt, is_in_loader=is_in_loader)
         if is_first:
             self._times.begin_training()
+            self._listener.beat_soon()
         if self._recorder is not None:
             cursor = self._position.cursor
             self._recorder.boundary(cursor, evaluation=evaluation)

@@ -55,6 +55,7 @@ from trainckpt.save import encryption
 from trainckpt.save.arenas import Arenas
 from trainckpt.save.committer import ManifestDefaults
 from trainckpt.save.coordinator import SaveCoordinator
+from trainckpt.save.live_report import LiveReport
 from trainckpt.save.replication_control import ReplicationControl
 from trainckpt.save.schedule import SaveSchedule, measured_interval
 from trainckpt.snapshot.attempt_history import read_attempts
@@ -301,6 +302,10 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
     if context.world.rank == 0:
         _log_start(context, beginning, report, initial)
     schedule = _build_schedule(context, beginning)
+    live_report = LiveReport(
+        saver=saver, schedule=schedule, timings=context.timings, position=context.position
+    )
+    context.listener.complete_status = live_report.complete
     if beginning.saved is not None:  # only `PhasedRestore` needs it, until the first batch
         beginning = replace(beginning, saved=beginning.saved.without_state(), reader=None)
     beginning = replace(beginning, before={})

@@ -70,7 +70,7 @@ _NO_FOLLOW = (
 
 
 class Heartbeat:
-    """Sequence of calls: `start`, then `stop` at the attempt's end, in the same process."""
+    """Sequence of calls, in one process: `start`, any number of `beat_soon`, `stop` at the end."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Heartbeat:
         """`content`: what the attempt does now; called on the heartbeat's thread."""
         self._tier, self._key = tier, key_of(attempt)
         self._content, self._every_s = content, every_s
-        self._stopping = threading.Event()
+        self._stopping, self._due = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._pid = 0
         self._logged = self._keep = False
@@ -96,6 +96,10 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="trainckpt-heartbeat", daemon=True)
         self._thread.start()
 
+    def beat_soon(self) -> None:
+        """Write it now: the attempt does something else. Any thread."""
+        self._due.set()
+
     def stop(self, *, keep: bool = False) -> None:
         """Remove the file at the attempt's end, unless another process writes it too (`keep`).
 
@@ -105,6 +109,7 @@ class Heartbeat:
         """
         self._keep = keep
         self._stopping.set()
+        self._due.set()
         if self._thread is not None and self._pid == os.getpid():
             self._thread.join(STOP_WITHIN_S)
 
@@ -116,7 +121,8 @@ class Heartbeat:
                 self._beat(self._text(beats))
             except (OSError, TrainckptError) as error:
                 self._warn_once(error)
-            self._stopping.wait(self._every_s)
+            self._due.wait(self._every_s)
+            self._due.clear()
         with contextlib.suppress(OSError, TrainckptError):
             if not self._keep:
                 self._tier.remove(self._key)

@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt import heartbeat
+from trainckpt.attempt.live_status import EVALUATING, LEAVING, STARTING, TRAINING
 from trainckpt.errors import TrainckptError
 from trainckpt.format.attempt_times import TIMES, AttemptTimes, CommitMark, TrainedCount
 from trainckpt.preemption.wall_time import own_start_s
@@ -107,6 +108,16 @@ class TimeKeeper(CounterPage):
         if trains_s and not numbers[_LEAVES_S]:
             numbers[_SAVE_S] += max(ended_s - max(begun_s, trains_s), 0.0)
             numbers[_SAVES] += saves
+
+    @property
+    def phase(self) -> str:
+        """What the attempt does. Any thread."""
+        numbers = self.numbers
+        if numbers[_LEAVES_S]:
+            return LEAVING
+        if numbers[_EVALUATES_S]:
+            return EVALUATING
+        return TRAINING if numbers[_TRAINS_S] else STARTING
 
     def begin_evaluation(self) -> None:
         """Note that an evaluation begins."""

@@ -31,6 +31,7 @@ VERBS = {
     "run": "launch a script through torchrun with checkpoints, and return its own exit code",
     "resume": "launch a run's recorded command again, from its newest usable checkpoint",
     "pause": "save and stop a live run, and wait until it has stopped",
+    "status": "tell how a run is: alive or not, its step and pace, and its newest checkpoints",
     "list": "list the checkpoints (snapshots) of a run, and why others are refused",
     "show": "show one checkpoint: tensors, cursor and origin",
     "verify": "read and check every byte of a run's checkpoints, naming each bad file",
@@ -51,7 +52,12 @@ VERBS = {
 }
 # Those that read what a checkpoint holds, or relaunch what does.
 READERS = ("resume", "show", "verify", "export", "diff", "rewrap", "prove")
-ONLY_TELL = ("list", "show", "config")  # what is not read of them has no say in the exit code
+ONLY_TELL = (
+    "status",
+    "list",
+    "show",
+    "config",
+)  # what is not read of them has no say in the exit code
 # modules that have not the name of their verb: it is taken, or they have two
 _MODULES = {
     "import": "import_",

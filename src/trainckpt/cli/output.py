@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 NAMES = ("id", "name", "snapshot", "tensor", "attempt")  # what people type or look for
 MOST_WIDE = 220  # columns of a table
 LITTLE = 1.1  # what is wider by so little fits if some words go to a second line
+LEAST_WHOLE_S, MOST_PARTS = 10.0, 2  # of a duration
 UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
@@ -80,6 +81,11 @@ class _Output(Console):
         raise BrokenPipeError
 
 
+def console(**how: Any) -> Console:
+    """Return a console on stdout; a terminal gets colors, anything else plain text."""
+    return _Output(highlight=False, **how)
+
+
 class _Aside(Console):
     """Console beside a verb's output; a broken pipe does not end the work."""
 
@@ -106,6 +112,20 @@ def span(seconds: float) -> str:
 def when(created: float) -> str:
     """Format a time in the local style."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created))
+
+
+def duration(seconds: float) -> str:
+    """Format a duration in its two largest units: `25 s`, `3 min 10 s`, `2 h 14 min`."""
+    if seconds < LEAST_WHOLE_S:
+        return f"{seconds:.1f} s"
+    left, parts = round(seconds), list[str]()
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        if left >= length and len(parts) < MOST_PARTS:
+            parts.append(f"{left // length} {unit}")
+        elif parts:
+            break
+        left %= length
+    return " ".join(parts)
 
 
 def text(value: object) -> str:

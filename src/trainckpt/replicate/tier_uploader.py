@@ -18,6 +18,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from trainckpt.attempt.live_status import UploadNow
 from trainckpt.attempt.log import logger
 from trainckpt.attempt.save_handle import DURABLE
 from trainckpt.errors import (
@@ -315,6 +316,8 @@ class TierUploader:
         self._failed: dict[SnapshotName, tuple[SaveFailed, bool]] = {}  # the last try, if it failed
         self._logged = ""
         self._recorded_state = (CLOSED, "")
+        self._share_bytes = self._copied_bytes = 0  # of the copy under way
+        self._busy_since_s = 0.0
         self._done: set[str] = set()  # copied, of a snapshot that is not committed there yet
         self._mirrored_records: dict[str, bytes] = {}  # records
         self._followed = self._follow_anew()
@@ -384,6 +387,28 @@ class TierUploader:
         per_byte = self.seconds_per_byte
         return None if per_byte is None else per_byte * self._newest_bytes
 
+    def upload_now(self, now_s: float) -> UploadNow:
+        """Return what it does. Rank 0, any thread."""
+        busy, total = self.busy or "", self._share_bytes
+        copied = min(self._copied_bytes, total)
+        left_s = None
+        if busy and copied:
+            left_s = (now_s - self._busy_since_s) * (total - copied) / copied
+        elif busy and self.seconds_per_byte is not None:
+            left_s = self.seconds_per_byte * total
+        return UploadNow(
+            tier=self.tier.name,
+            newest=self.newest or "",
+            snapshot=busy,
+            num_bytes=total if busy else 0,
+            copied_bytes=copied if busy else 0,
+            seconds_left=left_s,
+            waiting=len(self._queue),
+            skipped=self.skipped,
+            failed=self.failed,
+            trouble=self._logged,
+        )
+
     def stop(self) -> None:
         """Start no more copies; the current one is abandoned at its next block."""
         with self._changed:
@@ -399,7 +424,7 @@ class TierUploader:
         self._record_state()
         while (name := self._next()) is not None:
             self.busy = str(name)
-            begun_s = time.monotonic()
+            begun_s = self._busy_since_s = time.monotonic()
             verdict = self._flush(name)
             self.busy = None
             took_s = time.monotonic() - begun_s
@@ -558,7 +583,10 @@ class TierUploader:
             assert name is not None
             manifest = catalog.load_manifest(work.run_tier, work.run, name)
             there = {*order["there"], *self._done}
-            for key, file in upload.share(manifest, self._rank, self._size):
+            share = upload.share(manifest, self._rank, self._size)
+            self._share_bytes = sum(f.num_bytes for key, f in share if key not in there)
+            self._copied_bytes = 0
+            for key, file in share:
                 if key not in there:
                     sources = (work.arena_first, work.run_tier)
                     check = self._check_progress
@@ -574,6 +602,7 @@ class TierUploader:
     def _check_progress(self, num_bytes: int) -> None:
         if self._stopping:
             raise UploadAbandoned("this rank is leaving")
+        self._copied_bytes += num_bytes
         self._round.report_progress(num_bytes)
 
     def _handle_verdict(self, name: SnapshotName, verdict: dict[str, Any], took_s: float) -> None:

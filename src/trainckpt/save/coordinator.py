@@ -18,10 +18,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trainckpt.attempt.live_status import LONGEST, NotSaved, SavingNow
 from trainckpt.attempt.log import logger
 from trainckpt.attempt.save_handle import COMMITTED, CommitEvent, SaveHandle
 from trainckpt.encryption.encrypted_file import EncryptedLayout
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
     from trainckpt.storage.base import Tier
 
 NEARLY_S, PATIENCE_S = 1.0, 10.0  # a save expected this soon is waited for so long, once
+REMEMBERED = 5  # saves without a snapshot
 REPORT_EVERY_S = 60.0  # saves closer together than this are logged at debug level
 HOLD_S = 60.0  # a step waits so long until other hosts hold the state before it
 # The interpreter runs one thread for 5 ms while others wait: the saving thread lets the training
@@ -96,6 +99,7 @@ class _SaveInFlight:
     handle: SaveHandle
     begun_s: float  # monotonic
     num_bytes: int  # of the whole state
+    file_bytes: int  # of this rank's file
     in_memory: bool  # kept in the hosts' memory, and written nowhere else
     is_final: bool  # the attempt ends with it
 
@@ -107,6 +111,8 @@ class SaveCoordinator:
         committed: Full name and cursor of the newest snapshot this attempt committed.
         pinned: Rank 0: full names that checkpoints of a framework refer to; they are not pruned.
         skipped: Saves that all ranks skipped, since one before was still being written.
+        failed: Saves that failed.
+        not_saved: The last of both, with the reasons.
         sequence: Number of the last save that was begun.
         references: Regions of this rank that need not be written.
         uploads: Uploads committed snapshots to slower tiers.
@@ -143,7 +149,8 @@ class SaveCoordinator:
         """
         self.committed: tuple[str, Cursor] | None = None
         self.pinned: frozenset[str] = frozenset()
-        self.skipped = self._failures = 0  # failures in a row
+        self.skipped = self.failed = self._failures = 0  # failures in a row
+        self.not_saved: deque[NotSaved] = deque(maxlen=REMEMBERED)
         self.arenas = arenas
         self.uploads, self.replication = uploads, replication
         self._blocks_step = blocks_step
@@ -272,6 +279,7 @@ class SaveCoordinator:
             handle=handle,
             begun_s=begun_s,
             num_bytes=staged.num_bytes,
+            file_bytes=staged.shard.header.header_bytes + staged.shard.header.data_bytes,
             in_memory=in_memory,
             is_final=final,
         )
@@ -380,6 +388,7 @@ class SaveCoordinator:
 
     def _skip(self, handle: SaveHandle, name: SnapshotName, why: str) -> None:
         self.skipped += 1
+        self._note(name, "skipped", why)
         handle.fail(SaveFailed(f"skipped: {why}"))
         if self._channel.world.rank == 0 and (self.skipped == 1 or self.skipped % 10 == 0):
             logger.warning(
@@ -515,6 +524,26 @@ class SaveCoordinator:
             logger.log(level, "saved %s (%s)", event.manifest.name, event.manifest.reason)
         event.handle.reach(COMMITTED)
 
+    def _note(self, name: SnapshotName, how: str, reason: str) -> None:
+        self.not_saved.append(
+            NotSaved(snapshot=str(name), how=how, reason=reason[:LONGEST], when=time.time())
+        )
+
+    def saving_now(self, now_s: float) -> SavingNow | None:
+        """Return what is being written; None: nothing is. Any thread."""
+        save = self._save
+        if save is None or not self.busy or save.handle.ended:
+            return None
+        per_byte = self._timings.seconds_per_byte
+        return SavingNow(
+            snapshot=str(save.manifest.name),
+            num_bytes=save.num_bytes,
+            file_bytes=save.file_bytes,
+            seconds=max(now_s - save.begun_s, 0.0),
+            predicted_s=None if per_byte is None else per_byte * save.num_bytes,
+            in_memory=save.in_memory,
+        )
+
     def _finish(self, save: _SaveInFlight) -> Iterator[int]:
         yield from self._copier.finish()
         if self.arenas.descriptor is not None:
@@ -526,6 +555,8 @@ class SaveCoordinator:
 
     def _record_failure(self, handle: SaveHandle, name: SnapshotName, error: SaveFailed) -> None:
         self._failures += 1
+        self.failed += 1
+        self._note(name, "failed", error.message)
         next_step = f"; next: {error.hint}" if error.hint else ""
         if self._failures == 1:
             logger.warning("save %s failed, training goes on: %s%s", name, error.message, next_step)

@@ -15,8 +15,10 @@ save carries the tags of all.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from trainckpt.attempt.live_status import NextSave
 from trainckpt.attempt.log import logger
 from trainckpt.attempt.options import LOCAL
 from trainckpt.attempt.save_handle import SaveHandle
@@ -118,6 +120,16 @@ class SaveSchedule:
     def is_in_memory(self) -> bool:
         """True if the save that `due_by_steps` has just reported due goes to memory alone."""
         return self._in_memory
+
+    def next_saves(self, now_s: float) -> tuple[NextSave, ...]:
+        """Return when the next save is due, and the next one to memory alone. Any thread."""
+        found = []
+        if self._steps is not None:
+            found.append(NextSave(at_step=(self._multiple + 1) * self._steps))
+        if self._seconds:
+            found.append(NextSave(in_s=max(self._next_s - now_s, 0.0)))
+        memory = () if self._memory is None else self._memory.next_saves(now_s)
+        return (*found, *(replace(each, in_memory=True) for each in memory))
 
     def due_by_steps(self, step: int, micro: int) -> bool:
         """True once, at the first window's start at or beyond each multiple."""

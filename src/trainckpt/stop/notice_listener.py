@@ -22,10 +22,12 @@ import os
 import threading
 import time
 import weakref
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.heartbeat import Heartbeat
 from trainckpt.attempt.launch import RAY, kind_of_launch
+from trainckpt.attempt.live_status import LiveStatus, StopNow
 from trainckpt.attempt.log import logger
 from trainckpt.format.attempt_times import TIMES
 from trainckpt.notice import Notice
@@ -45,7 +47,7 @@ from trainckpt.stop.notice_sources import (
 from trainckpt.stop.slow_stop import SlowStopWarning
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from trainckpt.attempt.options import Options
     from trainckpt.attempt.status_files import RankStatusWriter
@@ -65,6 +67,7 @@ class NoticeListener:
         watcher, stop_mode: Set by `start`.
         grace_s: Grace period of a signal; None: not stated.
         deadline: Deadline of the agreed stops.
+        complete_status: Adds to the status what the attempt's saves do, once there are any.
     """
 
     watcher: NoticeWatcher
@@ -101,7 +104,8 @@ class NoticeListener:
             exit_code=options.exit_code,
         )
         self._early.start()
-        self._started = False
+        self._started = self._is_stopping = False
+        self.complete_status: Callable[[LiveStatus], LiveStatus] = lambda status: status
         self._slow_stop = SlowStopWarning()
         self._sources: list[LoggedNoticeSource] = []
         self._polled: list[PollingSource] = []
@@ -131,7 +135,7 @@ class NoticeListener:
             *(LoggedNoticeSource(source, report) for source in others),
         ]
         if world.rank == 0:
-            self._heartbeat = Heartbeat(self._tier, attempt, content=self._live)
+            self._heartbeat = Heartbeat(self._tier, attempt, content=self._beat)
             self._heartbeat.start()
             weakref.finalize(self, self._heartbeat.stop)
         self.watcher = NoticeWatcher(
@@ -190,6 +194,7 @@ class NoticeListener:
     def forget_stop(self, round_: int) -> None:
         """Undo the stop of this round on all ranks, after a restore at its boundary."""
         self.deadline.forget()
+        self._is_stopping = False
         self._slow_stop = SlowStopWarning()
         for source in self._sources:
             source.forget()
@@ -228,13 +233,34 @@ class NoticeListener:
         if self._heartbeat is not None:
             self._heartbeat.stop()
 
-    def _live(self) -> dict[str, Any]:
-        """Return what the attempt does now, for its heartbeat."""
-        return {TIMES: self._timings.times.to_json()}
+    def live_status(self) -> LiveStatus:
+        """Return what the attempt does now. Any thread."""
+        times = self._timings.times
+        status = LiveStatus(written=time.time(), phase=times.phase)
+        if self._is_stopping:
+            request, left_s = self.leave_request(), self.deadline.left_s()
+            status = replace(
+                status,
+                stop=StopNow(
+                    reason=request[0] if request is not None else "",
+                    seconds_left=None if left_s is None else max(left_s, 0.0),
+                ),
+            )
+        return self.complete_status(status)
+
+    def beat_soon(self) -> None:
+        """Let the heartbeat tell at once what the attempt does now."""
+        if self._heartbeat is not None:
+            self._heartbeat.beat_soon()
+
+    def _beat(self) -> dict[str, Any]:
+        return {TIMES: self._timings.times.to_json(), **self.live_status().to_json()}
 
     def _on_stop(self, seconds_left: float | None) -> None:
         """Start the deadline of an agreed stop. Watcher thread."""
+        self._is_stopping = True
         self.deadline.tighten(seconds_left)
+        self.beat_soon()
         self._slow_stop.begin()
         left_s = self.deadline.left_s()
         if left_s is not None:
