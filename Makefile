@@ -83,6 +83,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.scale --json benchmarks/results/scale.json
 	$(BIN)/python -m benchmarks.growth --json benchmarks/results/growth.json \
 	  --png benchmarks/results/growth.png
+	$(BIN)/python -m benchmarks.planning --json benchmarks/results/planning.json
 
 $(VENV)/.gpu: $(VENV)/.dev
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[gpu]'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -72,6 +73,24 @@ def test_a_trace_gives_the_faults(capsys, tmp_path):
 def test_what_cannot_be_simulated_is_refused_with_the_reason(capsys, words, says):
     assert main(["simulate", *words]) == 78
     assert says in capsys.readouterr().err
+
+
+def test_a_job_that_faults_never_let_finish_is_given_up(capsys):
+    words = [*JOB, "--steps", "200", "--mtbf", "20s", "--systems", "synchronous"]
+    assert main(["simulate", *words]) == 0
+    assert "synchronous: only " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", ["simpy", "matplotlib"])
+def test_a_missing_package_is_named_with_the_line_to_install_it(
+    capsys, monkeypatch, tmp_path, package
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "trainckpt.planning.simulation", raising=False)
+    assert main(["simulate", *JOB, "--steps", "50", "--plot", str(tmp_path / "lost.png")]) == 78
+    said = capsys.readouterr().err
+    assert f"needs the package {package}, which is not installed" in said
+    assert "pip install 'trainckpt[planning]'" in said
 
 
 def test_a_line_of_a_trace_that_is_no_fault_is_named(capsys, tmp_path):

@@ -42,6 +42,7 @@ COLUMNS = (
     "downtime",
 )
 PLACES = (MEMORY, PARTNER, SHARED)
+MOST_TIMES = 100.0  # the time of its steps, after which a job is given up
 WHOLE_DAYS = 30.0  # simulated where nobody says how much
 
 
@@ -90,6 +91,10 @@ def execute(arguments: argparse.Namespace) -> int:
             }
         )
         return 0
+    for system, outcome in outcomes:
+        if arguments.steps and outcome.steps < arguments.steps:
+            mean = "" if arguments.repeat == 1 else "on average "
+            output.tell(f"{system.name}: only {outcome.steps:,} steps were done {mean}in the end")
     struck = sum(outcomes[0][1].faults.values()) / arguments.repeat
     output.table(
         (*COLUMNS, "lost GPU hours", "price") if arguments.gpu_hour else COLUMNS,
@@ -145,6 +150,8 @@ def _simulate(
     if steps is None and days is None:
         steps, days = (preset.steps, preset.days) if preset else (None, WHOLE_DAYS)
     wall_s = math.inf if days is None else days * DAY_S
+    if steps is not None:  # faults may come so often that a job never ends
+        wall_s = min(wall_s, MOST_TIMES * steps * cluster.step_s)
     outcomes = []
     with output.progress() as bar:
         task = bar.add_task("simulating", total=len(systems) * arguments.repeat)

@@ -120,7 +120,7 @@ def read_trace(path: str | os.PathLike[str]) -> FaultModel:
 
 def of_trace(faults: list[Fault]) -> FaultModel:
     """Return the model of these faults; its means are theirs."""
-    last_s = faults[-1].at_s
+    last_s = max(1.0, faults[-1].at_s)
     kinds = {fault.kind for fault in faults}
     means_s = {kind: last_s / sum(fault.kind == kind for fault in faults) for kind in sorted(kinds)}
     return FaultModel(means_s=means_s, trace=tuple(faults))
