@@ -46,7 +46,7 @@ class Places:
         stage.begin(room)
         if room.place == S3:
             self.name, self.run = f"s3://{BUCKET}/{name}", stage.bucket / name
-        elif room.place in (rooms.DISK, rooms.POOR):
+        elif room.place in rooms.ON_DISK:
             self.name, self.run = str(stage.disk.folder / name), stage.disk.backing / name
         else:
             self.run = self.folder / "run"
@@ -140,13 +140,16 @@ class Attempt:
             found["TRAINCKPT_TIERS"] = f"s3://{BUCKET}/{places.tier.name}"
         if room.bf16:
             found["CHAOS_BF16"] = "1"
+        if room.trainer == rooms.SPLIT:
+            found["CHAOS_SPLIT"] = "1"
         return found
 
     # ---- who is there
 
     def members(self) -> list[int]:
-        """Every living process of the attempt."""
-        return sorted(set(launch.process_groups()) - self._known)
+        """Every living process of the attempt; what the driver has begun itself is not."""
+        new = set(launch.process_groups()) - self._known
+        return sorted(pid for pid in new if launch.parent(pid) != os.getpid())
 
     def rank_pids(self) -> dict[int, int]:
         """The ranks that live."""
@@ -176,10 +179,6 @@ class Attempt:
     def codes(self) -> list[int | None]:
         """Exit codes of what was started here; None while it runs."""
         return [process.poll() for process in self._processes]
-
-    def expect(self, pid: int) -> None:
-        """This process is none of the attempt's."""
-        self._known.add(pid)
 
     # ---- what is done to them
 

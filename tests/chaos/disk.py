@@ -5,6 +5,7 @@ output answers it, with the number of calls that the trouble before has hit:
 
     {"kinds": ["write", "sync"], "errno": 28, "first": 3, "times": 1}    the third such call only
     {"kinds": ["write"], "delay_s": 0.02, "first": 1, "times": null}     each of them, until told
+    {"without": ["link"]}                                                no trouble: it has none
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ KINDS = {  # by the kernel's numbers
 WRITES = ("change", "write", "sync")
 ALL = ("look", "change", "open", "read", "write", "sync")
 OPEN_FILE = 14
+CALLS = {"link": 13}
 
 
 class Disk(refusing.Server):
@@ -44,11 +46,14 @@ class Disk(refusing.Server):
 
     trouble: dict[str, Any] | None = None
     seen = hits = 0
+    lacks: frozenset[int] = frozenset()
 
     def look_at(self, flags: int, end: int) -> None:
         """O_DIRECT is no trouble here."""
 
     def answer(self, opcode: int, node: int, body: memoryview) -> tuple[int, bytes]:
+        if opcode in self.lacks:
+            return errno.EPERM, b""
         trouble, kind = self.trouble, KINDS.get(opcode)
         if trouble is not None and self._concerns(trouble, kind, opcode, body):
             self.seen += 1
@@ -75,7 +80,11 @@ class Disk(refusing.Server):
         for line in sys.stdin:
             hits = self.hits
             self.seen = self.hits = 0
-            self.trouble = json.loads(line)
+            told = json.loads(line)
+            if told and "without" in told:
+                self.lacks = frozenset(CALLS[name] for name in told["without"])
+            else:
+                self.trouble = told
             print(hits, flush=True)
 
 
@@ -94,7 +103,14 @@ class Mounted:
 
     def set(self, trouble: dict[str, Any] | None) -> int:
         """Let this go wrong from now on; return how many calls the trouble before has hit."""
-        self._server.stdin.write(json.dumps(trouble).encode() + b"\n")
+        return self._tell(trouble)
+
+    def without(self, calls: list[str]) -> None:
+        """Let it be a file system that has none of these calls."""
+        self._tell({"without": calls})
+
+    def _tell(self, words: dict[str, Any] | None) -> int:
+        self._server.stdin.write(json.dumps(words).encode() + b"\n")
         self._server.stdin.flush()
         return int(self._server.stdout.readline())
 

@@ -11,14 +11,15 @@ where they save what is left. It launches again until the run has finished, or i
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from tests.campaign.watch import Scene
 from tests.chaos import rooms
 from tests.chaos.attempt import Attempt, Places
-from tests.chaos.faults import CATALOGUE
+from tests.chaos.faults import CATALOGUE, HANGS, MOST_S, anywhere
 from tests.chaos.rooms import RUN
 from trainckpt.encryption import keys
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from tests.chaos.stage import Stage
 
 TRAINS, SAVES, BEGINS = "training", "save", "start"  # moments
+RARE = 2.5  # how much likelier is a fault that is not possible everywhere
 MOST_ATTEMPTS = 12
 LIMIT_S, RANK_S = 75.0, 15.0  # longer is a hang; more for each rank
 SUPERVISED_S = 60.0  # more for each launch by `trainckpt run`
@@ -95,7 +97,9 @@ def _shot(random: Random, possible: Sequence[str], *, first: bool) -> Shot:
     moment = random.choices([TRAINS, SAVES, BEGINS], [5, 2, 1 if first else 4])[0]
     after = random.randrange(1, 9) if moment != BEGINS else random.randrange(300)
     lasts_s = random.choice([None, random.uniform(0.1, 3.0)])
-    return Shot(random.choice(possible), moment, after, lasts_s, random.random())
+    rare = [1.0 if CATALOGUE[name].needs is anywhere else RARE for name in possible]
+    fault = random.choices(possible, rare)[0]
+    return Shot(fault, moment, after, lasts_s, random.random())
 
 
 @dataclass
@@ -127,6 +131,10 @@ class Ended:
         return [*self.standing, *(name for name, _, _ in self.hits)]
 
     @property
+    def may_hang(self) -> bool:
+        return any(HANGS in CATALOGUE[name].permits for name in self.faults)
+
+    @property
     def finished(self) -> bool:
         return None not in self.finals and set(self.codes) == {0}
 
@@ -145,8 +153,7 @@ class Play:
         self.held: list[int] = []
         self.limited: list[tuple[int, int, tuple[int, int]]] = []
         self.foreign: list[Path] = []
-        self.disk_hits = 0
-        self.lost: list[int] = []
+        self.group = ExitStack()
         self._standing: list[tuple[str, float | None]] = []  # with the time of its end
         self._random = Random()
         if case.room.encrypted:
@@ -177,7 +184,6 @@ class Play:
         self.attempt.codes()
         self.stage.farm.lose(number)
         self.stage.farm.boot(number)
-        self.attempt.expect(self.stage.farm.holder(number))
 
     # ---- the run
 
@@ -187,12 +193,9 @@ class Play:
             while len(self.attempts) < MOST_ATTEMPTS:
                 ended = self._one()
                 self.attempts.append(ended)
-                if ended.hung or (ended.finished and not self.shots):
+                if ended.hung and not ended.may_hang:
                     break
-                if ended.finished:
-                    self.shots = []  # it went on to its end before they came
-                    break
-                if self._refused_for_good():
+                if ended.finished or self._refused_for_good():
                     break
         finally:
             self._settle()
@@ -253,6 +256,7 @@ class Play:
             time.sleep(LOOK_S)
         ended.codes = ended.codes or codes
         self._settle()
+        self.attempt.gate.touch()  # ranks may outlive their launcher
         until = time.monotonic() + LINGER_S
         while (left := self.attempt.members()) and time.monotonic() < until:
             time.sleep(0.02)
@@ -269,7 +273,8 @@ class Play:
             return
         ended.hits.append((shot.fault, f"{where}, {shot.moment}", trained))
         if fault.end is not None:
-            until = None if shot.lasts_s is None else time.monotonic() + shot.lasts_s
+            lasts_s = MOST_S if shot.lasts_s is None and fault.halts else shot.lasts_s
+            until = None if lasts_s is None else time.monotonic() + lasts_s
             self._standing.append((shot.fault, until))
 
     def _end_due(self, now: float) -> None:
@@ -286,24 +291,22 @@ class Play:
         self._standing = [each for each in self._standing if each[0] != name]
         fault.end(self)
 
-    def facts(self) -> dict[str, Any]:
-        """For the line of the case."""
-        return {"shots": [asdict(shot) for shot in self.case.shots]}
-
 
 class _Watch:
     """Tells when a shot is due in one attempt."""
 
     def __init__(self, play: Play, ended: Ended) -> None:
-        self._play, self._before = play, ended.before
+        self._play, self._ended, self._before = play, ended, ended.before
         self._count, self._since = 0, time.monotonic()
         self._old = set(ended.before[1])
 
     def is_due(self, shot: Shot) -> bool:
-        if shot.moment == BEGINS:
-            return time.monotonic() > self._play.attempt.launched_s + shot.after / 100
         if self.stands_still():
             return True
+        if shot.moment == BEGINS:
+            if any(CATALOGUE[name].end is None for name, _, _ in self._ended.hits):
+                return False  # that one ends the attempt: this is for the next
+            return time.monotonic() > self._play.attempt.launched_s + shot.after / 100
         trained = self._trained()
         if shot.moment == TRAINS:
             return trained >= shot.after

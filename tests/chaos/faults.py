@@ -1,10 +1,15 @@
 """The catalogue of faults: what each needs, how it happens and is over, and what it may lead to.
 
     ends     exit codes that it explains, besides 0 and 75
-    permits  verdicts besides "exact": that an older snapshot is used, that a start is refused,
-             that the run goes on with the same data, where it says so
+    permits  what may happen to the run besides: that an older snapshot is used, or a start refused
 
-A fault that kills is over at once. Any other lasts for a while, at most until its attempt ends.
+Python waits for ever for a thread that ends for want of memory before its first instruction, so a
+rank under a limit of memory may hang.
+
+Where survivors save, a death may also lead to the same data, if the run says so.
+
+A fault that kills is over at once. Any other lasts for a while, at most until its attempt ends, and
+no longer than `MOST_S` where it would never end.
 """
 
 from __future__ import annotations
@@ -16,11 +21,13 @@ import shutil
 import signal
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.chaos import disk, rooms
 from tests.chaos.rooms import RUN, S3, TIER
+from tests.faults import cgroup
 from tests.faults.s3_proxy import DROP, HOLD, SLOW
 
 if TYPE_CHECKING:
@@ -30,11 +37,13 @@ if TYPE_CHECKING:
     from tests.chaos.drive import Play
     from tests.chaos.rooms import Room
 
-OLDER, REFUSED, SAME_DATA = "older", "refused", "same data"
+OLDER, REFUSED, SAME_DATA, HANGS = "older", "refused", "same data", "hangs"
 DEATH = frozenset({1, 71, 74, -6, -9, -15, 134, 137, 143})  # of a rank, and what follows from it
 STOP = frozenset({-15, -10, 143, 138})  # by a signal before the run began
 STORAGE = frozenset({65, 69, 71, 74})
-STARVED = frozenset({1, 71, 74, 69, 65, -6, -9, -11, 134, 137, 139})
+STARVED = DEATH | STORAGE | {-11, 139}
+
+MOST_S = 15.0  # longer than `survivors` waits for a rank, and than a store may be silent
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,11 @@ class Fault:
     ends: AbstractSet[int] = frozenset()
     permits: AbstractSet[str] = frozenset()
 
+    @property
+    def halts(self) -> bool:
+        """Whether somebody may wait for its end for ever."""
+        return self.end in (wake, go_on_store, new_store) or HOLD in self.how
+
     def begin(self, play: Play) -> str:
         """Let it happen; return where it hit, or "" if there was nothing to hit."""
         return self.happen(play, *self.how)
@@ -58,7 +72,7 @@ def anywhere(_: Room) -> bool:
 
 
 def on_disk(room: Room) -> bool:
-    return room.place in (rooms.DISK, rooms.POOR)
+    return room.place in rooms.ON_DISK
 
 
 def in_store(room: Room) -> bool:
@@ -115,9 +129,16 @@ def all_ranks(play: Play, number: int) -> str:
     return f"{len(pids)} ranks" if pids else ""
 
 
-def whole_host(play: Play) -> str:
+def everybody(play: Play) -> str:
     play.attempt.kill()
-    return "everything"
+    return "everybody"
+
+
+def reboot(play: Play) -> str:
+    """All hosts, with what they have in memory."""
+    play.attempt.kill()
+    play.stage.forget(play.room)
+    return "everybody, and memory"
 
 
 def one_child(play: Play, number: int) -> str:
@@ -211,7 +232,7 @@ def slow_disk(play: Play, delay_s: float, times: int | None = None) -> str:
 
 
 def healthy(play: Play) -> None:
-    play.disk_hits += play.stage.disk.set(None)
+    play.stage.disk.set(None)
 
 
 def vanish(play: Play) -> str:
@@ -365,6 +386,22 @@ def memory_of(pid: int) -> int:
     return pages * resource.getpagesize() + (2 << 20)
 
 
+def out_of_memory(play: Play) -> str:
+    """One rank, and all that it starts from now on, may take a little more memory, and no swap."""
+    ranks = play.attempt.rank_pids()
+    if not ranks:
+        return ""
+    rank = play.pick(sorted(ranks))
+    group = play.group.enter_context(cgroup.made(4 << 20))
+    play.group.callback(cgroup.leave, group)
+    (group.folder / "cgroup.procs").write_text(str(ranks[rank]))
+    return f"rank {rank}"
+
+
+def more_memory(play: Play) -> None:
+    play.group.close()
+
+
 def file_size_of(_: int) -> int:
     return 30_000
 
@@ -392,25 +429,32 @@ def pids_can_be_limited(_: Room) -> bool:
     return Path("/sys/fs/cgroup/pids/cgroup.procs").exists()
 
 
+@cache
+def may_make_groups() -> bool:
+    return not cgroup.why_not()
+
+
+def grouped(_: Room) -> bool:
+    return may_make_groups()
+
+
 def _rows() -> Iterator[tuple[str, Fault]]:
     yield "SIGTERM", Fault(anywhere, one_rank, (signal.SIGTERM,), ends=STOP)
     yield "SIGTERM to all", Fault(anywhere, all_ranks, (signal.SIGTERM,), ends=STOP)
     yield "SIGUSR1", Fault(anywhere, one_rank, (signal.SIGUSR1,), ends=STOP)
     yield "SIGINT twice", Fault(anywhere, one_rank, (signal.SIGINT,) * 2, ends=DEATH | {130, -2})
-    yield "SIGKILL", Fault(anywhere, one_rank, (signal.SIGKILL,), ends=DEATH, permits={SAME_DATA})
-    yield "power cut", Fault(anywhere, whole_host, ends=DEATH)
-    yield "rank suspended", Fault(anywhere, hold_rank, (), wake, DEATH, {SAME_DATA})
+    yield "SIGKILL", Fault(anywhere, one_rank, (signal.SIGKILL,), ends=DEATH)
+    yield "all killed", Fault(anywhere, everybody, ends=DEATH)
+    yield "power cut", Fault(anywhere, reboot, ends=DEATH)
+    yield "rank suspended", Fault(anywhere, hold_rank, (), wake, DEATH)
     yield "child killed", Fault(has_workers, one_child, (signal.SIGKILL,), ends=DEATH)
     yield "child suspended", Fault(has_workers, one_child, (signal.SIGSTOP,), wake)
     yield "launcher killed", Fault(supervised, launcher, (signal.SIGKILL,), ends=DEATH)
     yield "launcher suspended", Fault(supervised, launcher, (signal.SIGSTOP,), wake)
     yield "launcher told", Fault(supervised, launcher, (signal.SIGTERM,), ends=STOP)
     yield "torchrun killed", Fault(supervised, agent, ends=DEATH)
-    yield "host lost", Fault(on_hosts, lose_host, ends=DEATH, permits={SAME_DATA})
-    yield (
-        "host back, old memory",
-        Fault(on_hosts, old_host, ends=DEATH, permits={SAME_DATA}),
-    )
+    yield "host lost", Fault(on_hosts, lose_host, ends=DEATH)
+    yield "host back, old memory", Fault(on_hosts, old_host, ends=DEATH)
     yield "old run directory", Fault(in_folder, old_directory, ends=DEATH, permits={OLDER})
     for name, number, kinds in (
         ("EIO", errno.EIO, ("read", "write", "sync")),
@@ -443,6 +487,7 @@ def _rows() -> Iterator[tuple[str, Fault]]:
         "memory limit",
         Fault(anywhere, limit, (resource.RLIMIT_AS, memory_of), unlimited, STARVED),
     )
+    yield "out of memory", Fault(grouped, out_of_memory, (), more_memory, STARVED)
     least = resource.RLIMIT_NOFILE, descriptors_of
     yield "descriptors", Fault(anywhere, limit, least, unlimited, STARVED)
     small = resource.RLIMIT_FSIZE, file_size_of

@@ -21,6 +21,10 @@ from tests.campaign.watch import Scene, place_of
 from tests.chaos import faults
 from tests.chaos.drive import ORDERLY, REFUSALS
 from tests.chaos.faults import CATALOGUE, OLDER, REFUSED, SAME_DATA
+from trainckpt.run_directory.run_url import open_run_tier
+from trainckpt.snapshot.attempt_history import read_attempts, run_id
+from trainckpt.snapshot.catalog import read_catalog
+from trainckpt.snapshot.verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
     from tests.chaos.drive import Ended, Play
 
 EXACT, FAILED = "exact", "failed"
+FIRST_KEPT = 3  # steps, until each has its copy elsewhere
 MARK = re.compile(r"same data, not bitwise: ([\w ,]+)")
 OURS = ("internal error", "a bug of trainckpt")
 
@@ -41,6 +46,10 @@ def verdict(play: Play, reference: Path) -> tuple[str, str]:
         for number, ended in enumerate(play.attempts, 1)
         for what in _attempt(play, ended, permits)
     ]
+    wrong += [what for n in range(len(play.attempts) - 1) for what in _lost_work(play, n)]
+    hit = {name for ended in play.attempts for name in ended.faults}
+    if play.room.survivors and any(CATALOGUE[name].ends >= faults.DEATH for name in hit):
+        permits.add(SAME_DATA)
     last = play.attempts[-1]
     if wrong:
         return FAILED, "; ".join(wrong)
@@ -49,7 +58,7 @@ def verdict(play: Play, reference: Path) -> tuple[str, str]:
         if refused and REFUSED in permits:
             return REFUSED, ""
         return FAILED, f"the run did not finish: {last.codes} after {len(play.attempts)} attempts"
-    wrong += _left_behind(play)
+    wrong += [*_left_behind(play), *_unsound(play)]
     scene, right = play.scene, Scene(reference, play.room.ranks)
     different = [w for rank in range(play.room.ranks) for w in compared(rank, scene, right)]
     announced = _announced(play)
@@ -69,14 +78,14 @@ def _is_refusal(ended: Ended) -> bool:
 
 
 def _attempt(play: Play, ended: Ended, permits: set[str]) -> Iterator[str]:
-    if ended.hung:
+    if ended.hung and not ended.may_hang:
         yield f"hung for {ended.seconds:.0f} s"
         return
     if ended.left_over:
         yield f"processes {ended.left_over} were left over"
     explained = {code for name in ended.faults for code in CATALOGUE[name].ends}
     if ended.ended_by_driver:
-        explained |= faults.DEATH
+        explained |= faults.DEATH | {None}
     if _rolled_back(play, ended):
         explained |= {65}
     for code in set(ended.codes) - set(ORDERLY) - explained:
@@ -121,6 +130,34 @@ def _left_behind(play: Play) -> Iterator[str]:
         names = [str(f.relative_to(memory)) for f in memory.glob("trainckpt-*/*")]
         if names:
             yield f"shared memory of host {host} still holds {names}"
+
+
+def _unsound(play: Play) -> Iterator[str]:
+    """Every byte of what is committed in the run directory, unless rot was put there."""
+    hits = {name for ended in play.attempts for name, _, _ in ended.hits}
+    if "bit in the run" in hits:
+        return
+    tier = open_run_tier(str(play.places.run))
+    found = read_catalog(tier, run_id(tier), read_attempts(tier))
+    if not any(candidate.usable for candidate in found):
+        yield "no snapshot of the finished run is usable"
+    for candidate in found:
+        if candidate.usable:
+            copies = verify(tier, candidate.manifest)
+            yield from (f"{candidate.name}/{c.file}: {c.reason}" for c in copies if not c.ok)
+
+
+def _lost_work(play: Play, number: int) -> Iterator[str]:
+    """With saves to memory at each step, who dies alone costs one step at most."""
+    ended, after = play.attempts[number], play.attempts[number + 1]
+    alone = [name for name, _, _ in ended.hits] in (["SIGKILL"], ["host lost"])
+    quiet = all(not e.faults for e in play.attempts[:number]) and not after.faults
+    if not (play.room.redundancy != "none" and alone and quiet and after.attempt_lines):
+        return
+    trained = min(ended.lines) // play.room.settings.accumulate
+    place = after.attempt_lines[0]["resumed_from"] or {"step": 0}
+    if trained >= FIRST_KEPT and place["step"] < trained - 1:
+        yield f"{trained} steps were trained, but the next attempt went on at {place['step']}"
 
 
 def _data(play: Play, right: Scene) -> Iterator[str]:

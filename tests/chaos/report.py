@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 GROUPS = (  # the table's columns, by what they tell of a room
     ("none", "ddp", "fsdp", "hsdp", "tp"),
-    ("plain", "lightning", "accelerate", "transformers"),
-    ("local", "disk", "tmpfs-poor", "s3", "s3 tier"),
+    ("plain", "lightning", "accelerate", "accelerate, split batches", "transformers"),
+    ("local", "disk", "tmpfs-poor", "disk without links", "s3", "s3 tier"),
     ("2 hosts", "3 hosts", "4 hosts", "partner", "xor:4", "rs:2+2"),
     ("survivors", "encrypted", "bf16", "workers", "trainckpt run"),
     ("save every step", "save few", "save never"),
@@ -57,10 +57,14 @@ def _part(lines: list[dict[str, Any]], columns: Iterable[str]) -> str:
     rooms = Counter(room for line in lines for room in line["rooms"])
     rows = [["", "all", *columns], ["cases", len(lines), *(rooms[c] for c in columns)]]
     rows += [[f, totals[f], *(counts[f, c] or "." for c in columns)] for f in CATALOGUE]
-    width = max(len(str(row[0])) for row in rows)
-    return "\n".join(
-        f"{row[0]:{width}}" + "".join(f"{cell:>16}" for cell in row[1:]) for row in rows
-    )
+    widths = [max(len(str(row[n])) for row in rows) + 2 for n in range(len(rows[0]))]
+    return "\n".join(_row(row, widths) for row in rows)
+
+
+def _row(cells: list[Any], widths: list[int]) -> str:
+    name, *counts = [str(cell) for cell in cells]
+    shown = (count.rjust(width) for count, width in zip(counts, widths[1:], strict=True))
+    return name.ljust(widths[0]) + "".join(shown)
 
 
 def _faults(line: dict[str, Any]) -> set[str]:

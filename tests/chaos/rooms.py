@@ -6,7 +6,7 @@ references serve all cases; the rest is drawn freely.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tests.campaign.cases import Settings
@@ -15,19 +15,24 @@ if TYPE_CHECKING:
     from random import Random
 
 PLAIN, LIGHTNING, ACCELERATE, TRANSFORMERS = "plain", "lightning", "accelerate", "transformers"
+SPLIT = "accelerate, split batches"
 EXAMPLES = {
     PLAIN: "char_gpt",
     LIGHTNING: "lightning_gpt",
     ACCELERATE: "accelerate_gpt",
+    SPLIT: "accelerate_gpt",
     TRANSFORMERS: "transformers_gpt",
 }
 MODULES = {  # loaded before ranks are forked; with more, a thread of Arrow's allocator begins
     PLAIN: (),
     LIGHTNING: ("lightning", "lightning.pytorch.strategies"),
     ACCELERATE: ("accelerate",),
+    SPLIT: ("accelerate",),
     TRANSFORMERS: ("transformers.modeling_utils", "transformers.training_args"),
 }
 LOCAL, DISK, POOR, S3, TIER = "local", "disk", "tmpfs-poor", "s3", "s3 tier"
+NO_LINKS = "disk without links"
+ON_DISK = (DISK, POOR, NO_LINKS)
 RANKS, RUN = "ranks", "trainckpt run"
 PARTNER, XOR, RS = "partner", "xor:4", "rs:2+2"
 ACCUMULATE, NEVER = 3, 1_000_000
@@ -52,6 +57,7 @@ TABLE = (
     (LIGHTNING, "fsdp", 2, 0, False),
     (ACCELERATE, "none", 1, 2, True),
     (ACCELERATE, "ddp", 2, 0, False),
+    (SPLIT, "ddp", 2, 2, False),
     (TRANSFORMERS, "none", 1, 2, False),
     (TRANSFORMERS, "ddp", 2, 0, True),
 )
@@ -64,7 +70,8 @@ class Room:
     Attributes:
         hosts: Network and mount namespaces that the ranks are spread over.
         place: Where snapshots lie: a folder, the disk that can go wrong, that with hardly any
-            shared memory, an object store, or a folder with the store as a slower tier.
+            shared memory or without hard links, an object store, or a folder with the store as a
+            slower tier.
         redundancy: As the option; with it saves go to memory at every step.
         save_every: Steps; `NEVER`.
         launcher: Bare ranks, or `trainckpt run`.
@@ -100,12 +107,8 @@ class Room:
     def reference(self) -> str:
         """The name of the uninterrupted run that this one has to equal."""
         bits = f"-{'bf16' if self.bf16 else 'fp32'}"
-        return f"{EXAMPLES[self.trainer]}-{self.layout}{self.ranks}-w{self.workers}{bits}"
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the run directory is one of the file system."""
-        return self.place != S3
+        trainer = self.trainer.replace(", ", "-").replace(" ", "-")
+        return f"{trainer}-{self.layout}{self.ranks}-w{self.workers}{bits}"
 
     @property
     def words(self) -> str:
@@ -139,9 +142,6 @@ class Room:
             self.launcher,
         ]
 
-    def facts(self) -> dict[str, object]:
-        return asdict(self)
-
 
 def without_saves(room: Room) -> Room:
     """The room with the same bits where nothing is saved but the end."""
@@ -159,15 +159,15 @@ def draw(random: Random, among: list[str] = ()) -> Room:
 
 def _any(random: Random) -> Room:
     trainer, layout, ranks, workers, bf16 = random.choice(TABLE)
-    hosts = random.choice([1, 1, ranks]) if trainer == PLAIN and layout != "none" else 1
-    place = random.choices([LOCAL, DISK, POOR, S3, TIER], [2, 4, 1, 2, 1])[0]
+    hosts = random.choice([1, ranks]) if trainer == PLAIN and layout != "none" else 1
+    place = random.choices([LOCAL, DISK, POOR, NO_LINKS, S3, TIER], [4, 7, 2, 2, 4, 2])[0]
     if hosts > 1 and place in (S3, TIER):
         place = DISK  # a server on 127.0.0.1 is on none of them
     redundancy = "none"
     if hosts > 1 and random.random() < 0.7:
         redundancy = random.choice([PARTNER, *([XOR, RS] if hosts == 4 else [])])
     survivors = layout == "ddp" and trainer == PLAIN and place != S3 and random.random() < 0.4
-    launcher = RUN if hosts == 1 and random.random() < 0.25 else RANKS
+    launcher = RUN if hosts == 1 and random.random() < 0.15 else RANKS
     return Room(
         trainer,
         layout,

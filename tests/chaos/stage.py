@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tests.campaign import launch
 from tests.chaos import disk
-from tests.chaos.rooms import DISK, MODULES, POOR, S3, TIER
+from tests.chaos.rooms import MODULES, NO_LINKS, ON_DISK, POOR, S3, TIER
 from tests.faults import dead_mount, farm
 from tests.faults.troubled_store import TroubledStore
 from tests.s3_servers import BUCKET
@@ -55,8 +55,8 @@ class Stage:
         self.server(room)
         if room.hosts > 1:
             _ = self.farm
-        if room.place in (DISK, POOR):
-            _ = self.disk
+        if room.place in ON_DISK:
+            self.disk.without(["link"] if room.place == NO_LINKS else [])
         if room.place in (S3, TIER):
             _ = self.store
 

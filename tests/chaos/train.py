@@ -3,6 +3,7 @@
     CHAOS_GATE=17,FILE      ranks wait before the run's last micro-batches until FILE is there
     CHAOS_PACE_S=0.03       a micro-batch takes so much longer, for somebody has to hit it
     CHAOS_BF16=1            the model is in bfloat16
+    CHAOS_SPLIT=1           Accelerate splits batches instead of dealing them
     CHAOS_ENDPOINTS=URL,... each rank reaches the object store by a door of its own
     CHAOS_CLOCK=FILE        the clock of the host goes by so many seconds as FILE says
 
@@ -15,6 +16,7 @@ import os
 import runpy
 import sys
 import time
+from functools import partialmethod
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +34,12 @@ def main() -> None:
         import torch
 
         torch.set_default_dtype(torch.bfloat16)
+    if "CHAOS_SPLIT" in os.environ:
+        import accelerate
+
+        split = accelerate.DataLoaderConfiguration(split_batches=True)
+        begin = accelerate.Accelerator.__init__
+        accelerate.Accelerator.__init__ = partialmethod(begin, dataloader_config=split)
     _keep_pace(float(os.environ["CHAOS_PACE_S"]))
     if "CHAOS_GATE" in os.environ:
         runpy.run_path(str(ROOT / "tests/campaign/gate.py"))["stand_before"](

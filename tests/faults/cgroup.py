@@ -40,6 +40,13 @@ class Group:
         (self.folder / "cgroup.procs").write_text(str(os.getpid()))
 
 
+def leave(group: Group) -> None:
+    """Whoever is in this group is in the one above it from now on."""
+    for pid in (group.folder / "cgroup.procs").read_text().split():
+        with contextlib.suppress(OSError):  # it has ended
+            (group.folder.parent / "cgroup.procs").write_text(pid)
+
+
 @contextlib.contextmanager
 def made(limit_bytes: int) -> Iterator[Group]:
     """A group whose processes may take so much memory, without swap.
