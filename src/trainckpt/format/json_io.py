@@ -6,10 +6,13 @@ import json
 import math
 from dataclasses import MISSING, fields, is_dataclass
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format.digest import digest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 MAX_NESTING = 64
 MAX_DEPTH = 300  # of any JSON; a value of 64 containers takes three levels for each
@@ -20,6 +23,12 @@ def canonical(value: Any) -> bytes:
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
     ).encode()
+
+
+def canonical_object(members: Mapping[str, bytes]) -> bytes:
+    """Return the canonical JSON of an object from that of each member's value."""
+    texts = [canonical(key) + b":" + members[key] for key in sorted(members)]
+    return b"{" + b",".join(texts) + b"}"
 
 
 def with_digest(body: dict[str, Any]) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 from dataclasses import astuple, dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -314,18 +315,20 @@ class Manifest:
 
 def dump(manifest: Manifest) -> bytes:
     """Return canonical JSON, with the digest of everything else in it under `digest`."""
-    body = _body(manifest)
+    members = _members(manifest)
     if manifest.encryption is not None:
-        body["encryption"] = manifest.encryption.to_json()
-    return json_io.with_digest(body)
+        members["encryption"] = json_io.canonical(manifest.encryption.to_json())
+    members["digest"] = json_io.canonical(digest.digest(json_io.canonical_object(members)))
+    return json_io.canonical_object(members)
 
 
 def bound(manifest: Manifest) -> bytes:
     """Return the bytes the encrypted part authenticates: the manifest without `encryption`."""
-    return json_io.canonical(_body(manifest))
+    return json_io.canonical_object(_members(manifest))
 
 
-def _body(manifest: Manifest) -> dict[str, Any]:
+def _members(manifest: Manifest) -> dict[str, bytes]:
+    """Return the canonical JSON of each member, but of `encryption` and `digest`."""
     reached = sorted(manifest.reached, key=lambda file: file.name)
     whole = all(file.digest for file in (*manifest.files, *reached))
     if manifest.encryption is not None and not whole:
@@ -346,10 +349,6 @@ def _body(manifest: Manifest) -> dict[str, Any]:
         "window": manifest.window.to_json() if manifest.window else None,
         "files": _dump_files(manifest.files, whole=whole),
         "layouts": [layout.to_json() for layout in layouts],
-        "tensors": {
-            name: [entry.dtype, list(entry.shape), layouts[entry.layout] if entry.layout else RANK]
-            for name, entry in manifest.tensors.items()
-        },
         "created": manifest.created,
         "tags": list(manifest.tags),
         "reason": manifest.reason,
@@ -366,7 +365,26 @@ def _body(manifest: Manifest) -> dict[str, Any]:
         body["reached"] = {"names": called, **_dump_files(reached, whole=whole)}
     if manifest.encryption is not None:
         body["format"] = names.ENCRYPTED
-    return body
+    members = {key: json_io.canonical(value) for key, value in body.items()}
+    return {**members, "tensors": spell_tensors(manifest.tensors, layouts)}
+
+
+def spell_tensors(tensors: Mapping[str, TensorEntry], layouts: Mapping[Layout, int]) -> bytes:
+    """Return the canonical JSON of the table of tensors.
+
+    It is put together from texts. Lists for tens of thousands of tensors would start collections
+    of garbage, each of which stops training for some tenths of a second.
+    """
+    spell, texts = json.encoder.encode_basestring_ascii, []
+    known: dict[TensorEntry, str] = {}  # most tensors have one of a few shapes
+    for name in sorted(tensors):
+        entry = tensors[name]
+        if (text := known.get(entry)) is None:
+            number = layouts[entry.layout] if entry.layout else RANK
+            facts = [entry.dtype, list(entry.shape), number]
+            text = known[entry] = json_io.canonical(facts).decode()
+        texts.append(f"{spell(name)}:{text}")
+    return f"{{{','.join(texts)}}}".encode()
 
 
 def _dump_files(files: Sequence[FileEntry], *, whole: bool) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import json
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import UnusableSnapshot
@@ -37,6 +38,7 @@ SMALL_BYTES = 64 << 10  # smaller regions are adjacent
 MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors library
 METADATA_KEY = "trainckpt"
 MIN_BLOCK_BYTES, MAX_BLOCKS = 8192, 256
+_spelled = json.encoder.encode_basestring_ascii  # as a JSON string
 
 # safetensors type -> item size in bytes. Other types are stored as U8.
 ITEM_BYTES = {
@@ -186,6 +188,8 @@ class ShardHeader:
         header_bytes: Length of the 8-byte prefix and the padded header: where the data begins.
         references: Key of a region stored elsewhere -> the older shard file, as
             `names.reached_file` reads it.
+        digests: Digests of regions by key, in place of the regions' own: so the regions of one
+            layout serve all saves.
     """
 
     rank: int
@@ -193,6 +197,11 @@ class ShardHeader:
     regions: tuple[Region, ...]
     header_bytes: int = field(default=0, compare=False)
     references: Mapping[str, str] = field(default_factory=dict)
+    digests: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def digests_of(self, region: Region) -> str:
+        """Return the digests of one of the regions, "" where they are not known yet."""
+        return self.digests.get(region.key) or region.digest
 
     @cached_property
     def data_bytes(self) -> int:
@@ -202,15 +211,19 @@ class ShardHeader:
     @cached_property
     def members(self) -> str:
         """Return the JSON members of all regions; they do not depend on digests."""
-        entries = {
-            region.key: {
-                "dtype": region.dtype,
-                "shape": region.shape,
-                "data_offsets": [region.first_byte, region.first_byte + region.num_bytes],
-            }
-            for region in self.regions
-        }
-        return json.dumps(entries, separators=(",", ":"), ensure_ascii=True)[1:-1]
+        # Dictionaries for tens of thousands of regions would start collections of garbage, each of
+        # which stops training for some tenths of a second.
+        shapes: dict[tuple[int, ...], str] = {}  # most tensors have one of a few
+        texts = []
+        for region in self.regions:
+            shape, first, size = region.shape, region.first_byte, region.num_bytes
+            if (text := shapes.get(shape)) is None:
+                text = shapes[shape] = json_io.canonical(shape).decode()
+            texts.append(
+                f'{_spelled(region.key)}:{{"dtype":"{region.dtype}","shape":{text},'
+                f'"data_offsets":[{first},{first + size}]}}'
+            )
+        return ",".join(texts)
 
 
 def lay_out(regions: Sequence[Region]) -> tuple[Region, ...]:
@@ -247,17 +260,19 @@ def reserve(header: ShardHeader) -> ShardHeader:
     Training waits while a file is laid out, and to write the JSON takes several times as long as
     this sum of lengths. The sum is exact but for the offsets, which count with the most digits.
     """
-    spell, digits = json.encoder.encode_basestring_ascii, len(str(header.data_bytes))
+    digits = len(str(header.data_bytes))
     of_dtypes = {dtype: len(f':{{"dtype":"{dtype}","shape":') for dtype in ITEM_BYTES}
     of_offsets = len(',"data_offsets":[,]},') + 2 * digits
     of_digest = len(r":\"\",")
     of_shapes: dict[tuple[int, ...], int] = {}
-    size = len(json_io.canonical({"__metadata__": {METADATA_KEY: _metadata(header, digests={})}}))
+    size = len(
+        json_io.canonical({"__metadata__": {METADATA_KEY: _metadata(header, with_digests=False)}})
+    )
     for region in header.regions:
         shape = region.shape
         if (of_shape := of_shapes.get(shape)) is None:
             of_shape = of_shapes[shape] = len(json_io.canonical(shape))
-        key = len(spell(region.key))
+        key = len(_spelled(region.key))
         # In the metadata, JSON inside a string, each quote and backslash gets one more backslash.
         nested = key + 2 if key == len(region.key) + 2 else 2 * key
         size += key + of_dtypes[region.dtype] + of_shape + of_offsets
@@ -336,23 +351,20 @@ def parse(head: bytes | memoryview, what: str, *, file_bytes: int | None) -> Sha
 
 
 def with_digests(header: ShardHeader, digests: Mapping[str, str]) -> ShardHeader:
-    """Return the header with the digest of each region filled in, by region key."""
+    """Return the header with the digests of each region, by region key."""
     members = header.members
-    header = replace(header, regions=tuple(r.digested(digests[r.key]) for r in header.regions))
+    header = replace(header, digests=digests)
     vars(header)["members"] = members  # spelled once for all saves of a layout
     return header
 
 
-def _metadata(header: ShardHeader, digests: dict[str, str] | None = None) -> str:
-    """Return the JSON of our own facts, with other `digests` where they are given."""
-    if digests is None:
-        digests = {r.key: r.digest or digest.PLACEHOLDER * r.num_blocks for r in header.regions}
+def _metadata(header: ShardHeader, *, with_digests: bool = True) -> str:
+    """Return the JSON of our own facts. Without digests, it only tells how long the rest is."""
     facts: dict[str, Any] = {
         "format": names.WRITTEN,
         "rank": header.rank,
         "world": header.world,
         "digest": digest.ALGORITHM,
-        "digests": digests,
         "regions": {
             r.key: {"tensor": r.tensor, "offset": r.offset, "of": r.of}
             for r in header.regions
@@ -365,7 +377,13 @@ def _metadata(header: ShardHeader, digests: dict[str, str] | None = None) -> str
         for key, file in sorted(header.references.items()):
             by_file.setdefault(file, []).append(key)
         facts.update({"format": names.WITH_REFERENCES, "references": by_file})
-    return json_io.canonical(facts).decode()
+    texts = [
+        f'{_spelled(r.key)}:"{header.digests_of(r) or digest.PLACEHOLDER * r.num_blocks}"'
+        for r in sorted(header.regions if with_digests else (), key=attrgetter("key"))
+    ]
+    members = {key: json_io.canonical(value) for key, value in facts.items()}
+    members["digests"] = f"{{{','.join(texts)}}}".encode()
+    return json_io.canonical_object(members).decode()
 
 
 def _parse_region(

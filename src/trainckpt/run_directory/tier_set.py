@@ -152,7 +152,7 @@ class TierSet:
         self, run: str, records: Mapping[int, AttemptRecord]
     ) -> tuple[catalog.Candidate, ...]:
         """Return the snapshots of all responding tiers, without their tables of tensors."""
-        parse = catalog.cached_parse()
+        parse = catalog.ManifestCache()
         while True:
             try:
                 return catalog.read_copies((self.run_tier, *self.answering), run, records, parse)

@@ -225,7 +225,7 @@ class StaleModelCheck:
         """Return region -> digest, for parameters that some tracked optimizer should change."""
         stepped = self._registry.stepped_parameters()
         names = {name for name, parameter in stepped.items() if parameter.requires_grad}
-        return {r.key: compact(r.digest) for r in header.regions if r.tensor in names}
+        return {r.key: compact(header.digests_of(r)) for r in header.regions if r.tensor in names}
 
 
 class UntrackedOptimizers:

@@ -21,7 +21,6 @@ from trainckpt.dumping.old_dumps import old_dumps, remove
 from trainckpt.errors import NoAgreement, SaveFailed, TierUnavailable, TrainckptError
 from trainckpt.format import names
 from trainckpt.format.digest import digest
-from trainckpt.format.json_io import canonical
 from trainckpt.format.manifest import FileEntry
 from trainckpt.ranks.store import RANKS_TIMEOUT_S
 from trainckpt.snapshot import prune
@@ -31,6 +30,7 @@ from trainckpt.snapshot.commit import (
     commit,
     merge_tables,
     table_from_json,
+    table_name,
     table_to_json,
 )
 from trainckpt.snapshot.encrypted_writer import stored_bytes
@@ -370,10 +370,9 @@ class SnapshotCommitter:
 
     def on_commit(self, event: CommitEvent) -> None:
         """Record the commit and prune, while the next save may begin."""
-        name = event.manifest.name
-        self._keys.delete_read(name.sequence)
-        if self._rank == 0:
-            self.retention.schedule(name)
+        self._keys.delete_read(event.manifest.name.sequence)
+        if event.whole is not None:
+            self.retention.schedule(event.whole)
 
     def close(self, *, keep: bool) -> None:
         """End the attempt; `keep`: wait for pruning no longer than its limit."""
@@ -436,11 +435,10 @@ class SnapshotCommitter:
         if entries is self._tables[0]:
             return self._tables[1]
         table_entries = {name: entry for name, entry in entries.items() if name != VALUES}
-        table = table_to_json(table_entries)
-        name = digest(canonical(table))
+        name = table_name(table_entries)
         key = f"tensors/{name}"
         if self._rank and self._background.peek(f"{key}/here") is None:
-            self._background.put_all({key: table, f"{key}/here": True})
+            self._background.put_all({key: table_to_json(table_entries), f"{key}/here": True})
         self._tables = entries, name
         return name
 
@@ -515,17 +513,17 @@ class RetentionWorker:
             being_read,
         )
         self._lock = threading.Lock()
-        self._newest_commit: SnapshotName | None = None
+        self._newest_commit: Manifest | None = None
         self._thread: threading.Thread | None = None
         self._superseded = False
         self._followed = FollowedRun(tier, tier, defaults.run)
         self._empty_dumps: set[DumpName] = set()
         self._may_have_survivor_files = True  # older attempts may have left survivors' files
 
-    def schedule(self, name: SnapshotName) -> None:
-        """Schedule the work after this commit. Returns at once."""
+    def schedule(self, manifest: Manifest) -> None:
+        """Schedule the work after the commit of this manifest. Returns at once."""
         with self._lock:
-            self._newest_commit = name
+            self._newest_commit = manifest
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._work, name="trainckpt-tidy", daemon=True
@@ -540,8 +538,9 @@ class RetentionWorker:
 
     def _work(self) -> None:
         # background thread: no collectives here
-        while (name := self._next()) is not None:
-            self._record_writer.change(newest_commit=str(name))
+        while (manifest := self._next()) is not None:
+            self._record_writer.change(newest_commit=str(manifest.name))
+            self._followed.add(manifest)
             try:
                 self._prune()
             except TrainckptError as error:
@@ -549,12 +548,12 @@ class RetentionWorker:
             except Exception as error:  # noqa: BLE001 - what is left goes the next time
                 logger.warning("could not prune old snapshots: %r", error)
 
-    def _next(self) -> SnapshotName | None:
+    def _next(self) -> Manifest | None:
         with self._lock:
-            name, self._newest_commit = self._newest_commit, None
-            if name is None:
+            manifest, self._newest_commit = self._newest_commit, None
+            if manifest is None:
                 self._thread = None
-            return name
+            return manifest
 
     def _prune(self) -> None:
         if self._is_superseded():

@@ -225,9 +225,10 @@ class IncrementalIndex:
             return
         regions = {
             p.region.key: save_plan.StoredRegion(
-                p.key.removeprefix(f"{SNAPSHOTS}/"), _compact(p.region)
+                p.key.removeprefix(f"{SNAPSHOTS}/"), p.region.digested(compact(p.region.digest))
             )
             for p in places
+            if p.region.num_bytes >= save_plan.MIN_BYTES
         }
         self._known = self._existing(save_plan.StoredRegions(regions, files))
 
@@ -290,7 +291,11 @@ class IncrementalIndex:
         """Index this rank's file of the committed snapshot."""
         file = replace(event.file, name=f"{event.manifest.name}/{event.file.name}")
         header = event.shard.header
-        regions = [_compact(region) for region in header.regions]
+        regions = [
+            r.digested(compact(header.digests_of(r)))
+            for r in header.regions
+            if r.num_bytes >= save_plan.MIN_BYTES
+        ]
         self._known = save_plan.regions_after_save(self._known, file, regions, header.references)
 
     def _existing(self, known: save_plan.StoredRegions) -> save_plan.StoredRegions:
@@ -307,9 +312,3 @@ class IncrementalIndex:
             return self._tier.size(f"{SNAPSHOTS}/{name}")
         except UnusableSnapshot:
             return None
-
-
-def _compact(region: Region) -> Region:
-    """Return the region with one digest for all its blocks: enough to compare it."""
-    one_digest = compact(region.digest)
-    return region if one_digest == region.digest else region.digested(one_digest)

@@ -10,8 +10,9 @@ A pruned snapshot's folder, with files that newer snapshots refer to, is not lis
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import manifest as manifests
 from trainckpt.format import names
 from trainckpt.format.attempt_record import UNDECIDED
+from trainckpt.format.digest import digest
 from trainckpt.format.dump import DumpName
 from trainckpt.format.names import SnapshotName
 from trainckpt.storage.base import num_looks
@@ -34,14 +36,38 @@ if TYPE_CHECKING:
     Parse = Callable[[bytes, str], Manifest]  # as `manifests.load`
 
 
-def cached_parse() -> Parse:
-    """Return a `manifest.load` that parses equal bytes once, and drops the tensors.
+MAX_KNOWN = 32
+
+
+class ManifestCache:
+    """A `manifest.load` that parses equal bytes once, and drops the tensors.
 
     Each commit is followed by a look at the newest manifests. To parse one of 1,500 tensors takes
     the interpreter from training for 22 ms. The bytes are still read every time: older snapshots
     are deleted on the strength of them.
     """
-    return lru_cache(maxsize=32)(partial(manifests.load, with_tensors=False))
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[str, Manifest] = {}  # by the digest of its bytes, oldest first
+
+    def __call__(self, data: bytes, what: str) -> Manifest:
+        """Return the manifest of these bytes; raise as `manifest.load`."""
+        key = digest(data)
+        known = self._known.get(key)
+        return known or self._keep(key, manifests.load(data, what, with_tensors=False))
+
+    def add(self, manifest: Manifest) -> None:
+        """Keep a manifest that was just committed, so that it need not be parsed."""
+        if manifest.encryption is None:  # else `load` returns less
+            self._keep(digest(manifests.dump(manifest)), replace(manifest, tensors={}))
+
+    def _keep(self, key: str, manifest: Manifest) -> Manifest:
+        with self._lock:
+            self._known[key] = manifest
+            if len(self._known) > MAX_KNOWN:
+                del self._known[next(iter(self._known))]
+        return manifest
 
 
 NOT_COMMITTED = "not committed: its save was interrupted"

@@ -19,8 +19,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import SaveFailed
+from trainckpt.format import json_io, names
 from trainckpt.format import manifest as manifests
-from trainckpt.format import names
+from trainckpt.format.digest import digest
 from trainckpt.format.layout import Layout
 from trainckpt.format.manifest import TensorEntry
 
@@ -49,10 +50,21 @@ def commit(tier: Tier, manifest: Manifest) -> None:
 WHAT = "a table of tensors"
 
 
+def table_name(entries: Mapping[str, TensorEntry]) -> str:
+    """Return a name that is the same for equal tables."""
+    layouts = _numbered_layouts(entries)
+    own = json_io.canonical([layout.to_json() for layout in layouts])
+    return digest(own + manifests.spell_tensors(entries, layouts))
+
+
+def _numbered_layouts(entries: Mapping[str, TensorEntry]) -> dict[Layout, int]:
+    used = (entry.layout for entry in entries.values() if entry.layout)
+    return {layout: number for number, layout in enumerate(dict.fromkeys(used))}
+
+
 def table_to_json(entries: Mapping[str, TensorEntry]) -> dict[str, Any]:
     """Return the table as JSON, to send between ranks."""
-    used = (entry.layout for entry in entries.values() if entry.layout)
-    layouts = {layout: number for number, layout in enumerate(dict.fromkeys(used))}
+    layouts = _numbered_layouts(entries)
     return {
         "layouts": [layout.to_json() for layout in layouts],
         "tensors": {

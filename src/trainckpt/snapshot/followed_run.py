@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from trainckpt.format.attempt_record import AttemptRecord
+    from trainckpt.format.manifest import Manifest
     from trainckpt.storage.base import Tier
 
 NEWEST, IN_TURN = 3, 2
@@ -55,7 +56,7 @@ class FollowedRun:
         """
         self.tier = tier
         self._run_tier, self._run = run_tier, run
-        self._parse = catalog.cached_parse()
+        self._parse = catalog.ManifestCache()
         self._records: dict[int, AttemptRecord] = {}
         self._names: dict[str, SnapshotName | None] = {}  # of the folders
         self._known: dict[SnapshotName, Candidate] = {}  # whole when they were last looked at
@@ -63,6 +64,10 @@ class FollowedRun:
         self._looked: set[SnapshotName] = set()  # read in the last look
         self._reach: Mapping[int, float] = {}
         self._turn: SnapshotName | None = None  # the last one that was read in turn
+
+    def add(self, manifest: Manifest) -> None:
+        """Keep a manifest that this attempt has just committed, so that it need not be parsed."""
+        self._parse.add(manifest)
 
     def attempts(self, live: int) -> dict[int, AttemptRecord]:
         """Return every attempt's record by number; reads new ones, and those from `live` on."""

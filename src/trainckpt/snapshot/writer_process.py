@@ -241,7 +241,7 @@ class WriteProcess:
         file = write_shard(
             tier, name, rank, shard, copied=copied, snapshot_key=snapshot_key, into=into
         )
-        found = "".join(digest.compact(region.digest) for region in shard.header.regions)
+        found = "".join(digest.compact(shard.header.digests_of(r)) for r in shard.header.regions)
         return {"file": file.to_json(), "digests": found}, shard.top
 
     def _progress(self) -> Iterator[int]:

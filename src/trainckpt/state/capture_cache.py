@@ -202,8 +202,11 @@ def _registered(modules: list[nn.Module]) -> tuple[list[Any], list[int], list[st
         [frozenset(module._non_persistent_buffers_set) for module in modules],
         list(map(len, kinds)),
         list(chain.from_iterable(kinds)),
-        list(chain.from_iterable([kind.values() for kind in kinds])),
+        list(chain.from_iterable(map(_values, kinds))),
     )
+
+
+_values = operator.methodcaller("values")
 
 
 def _walks_as_torch(module: nn.Module) -> bool:

@@ -400,21 +400,17 @@ def add_values(captured: Captured) -> None:
 def spell(captured: Captured) -> bytes:
     """Return the canonical JSON of all values; known texts are not made anew."""
     with_texts = {part for part, _ in captured.spelled}
-    texts = []
-    for part, tree in sorted(captured.values.items()):
+    texts = {}
+    for part, tree in captured.values.items():
         if part in with_texts:
             keys = {
                 k: captured.spelled.get((part, k)) or json_io.canonical(v) for k, v in tree.items()
             }
-            text = _object(sorted(keys.items()))
+            text = json_io.canonical_object(keys)
         else:
             text = json_io.canonical(tree)
-        texts.append((part, text))
-    return _object(texts)
-
-
-def _object(texts: list[tuple[str, bytes]]) -> bytes:
-    return b"{" + b",".join(json_io.canonical(key) + b":" + text for key, text in texts) + b"}"
+        texts[part] = text
+    return json_io.canonical_object(texts)
 
 
 def parse_values(raw: torch.Tensor) -> dict[str, Any]:

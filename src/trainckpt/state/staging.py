@@ -165,7 +165,7 @@ class StreamedShard:
                 if filled == buffer.numel():
                     yield bytes_of(buffer)
                     buffer, filled = next(buffers), 0
-            if seen.hexdigest() != region.digest:
+            if seen.hexdigest() != self.header.digests[region.key]:
                 raise TensorsChanged(f"{region.tensor} changed while it was written")
         if filled:
             yield bytes_of(buffer)[:filled]
