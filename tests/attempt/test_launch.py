@@ -56,6 +56,13 @@ def test_nothing_secret_stands_in_the_record(tmp_path, monkeypatch):
         assert b"s3cr3t" not in path.read_bytes()
 
 
+def test_the_command_of_a_ray_worker_has_no_arguments_of_the_script(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["default_worker.py", "--node-manager-port=33447"])
+    assert launch.script_arguments() == ["--node-manager-port=33447"]
+    monkeypatch.setenv(launch.RAY_VARIABLE, "01000000")
+    assert launch.script_arguments() == []
+
+
 def test_a_recorded_command_can_be_run_again():
     facts = launch.describe(
         [("h", 1), ("h", 2)], {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2"}

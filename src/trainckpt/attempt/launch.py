@@ -79,8 +79,11 @@ def describe(
 
 
 def script_arguments() -> list[str]:
-    """Return the script's own arguments, with secrets replaced."""
-    return redact_arguments(sys.argv[1:])
+    """Return the script's own arguments, with secrets replaced.
+
+    A worker of Ray has none: its command is Ray's own, with other ports on each node.
+    """
+    return [] if kind_of_launch(os.environ) == RAY else redact_arguments(sys.argv[1:])
 
 
 def kind_of_launch(environment: Mapping[str, str]) -> str:
