@@ -150,7 +150,7 @@ def main(config):
     else:
         ray.init(include_dashboard=False, num_cpus=4, object_store_memory=STORE_BYTES)
     try:
-        print(json.dumps(fit(config)), flush=True)
+        print(json.dumps(tune(config) if config.get("tuner") else fit(config)), flush=True)
     finally:
         ray.shutdown()
         if cluster is not None:
@@ -175,12 +175,26 @@ def fit(config):
 
 def one_fit(config, name):
     import ray.train
+
+    from trainckpt.ray import snapshot_of
+
+    try:
+        result = trainer_of(config, name).fit()
+    except ray.train.TrainingFailedError as error:
+        return {"error": str(error)[-2000:]}
+    kept = [checkpoint.path for checkpoint, _ in result.best_checkpoints or []]
+    named = snapshot_of(result.checkpoint) if result.checkpoint else None
+    return {"metrics": result.metrics, "checkpoints": kept, "named": named}
+
+
+def trainer_of(config, name, callbacks=()):
+    import ray.train
     from ray.train.torch import TorchConfig, TorchTrainer
 
     own = {**config, "name": name, "traces": str(Path(config["traces"], name))}
     resources = {"CPU": 0.5, **({"place": 1} if config.get("nodes") else {})}
     number = config.get("num_workers", 2)
-    trainer = TorchTrainer(
+    return TorchTrainer(
         train,
         train_loop_config=own,
         torch_config=TorchConfig("gloo"),
@@ -191,16 +205,34 @@ def one_fit(config, name):
         run_config=ray.train.RunConfig(
             name=name,
             storage_path=config["storage"],
+            callbacks=list(callbacks),
             failure_config=ray.train.FailureConfig(max_failures=config.get("max_failures", 0)),
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=config.get("num_to_keep")),
         ),
     )
-    try:
-        result = trainer.fit()
-    except ray.train.TrainingFailedError as error:
-        return {"error": str(error)[-2000:]}
-    kept = [checkpoint.path for checkpoint, _ in result.best_checkpoints or []]
-    return {"metrics": result.metrics, "checkpoints": kept}
+
+
+def trial(config):
+    """One trial of a Tuner: a driver of its own."""
+    from ray.tune.integration.ray_train import TuneReportCallback
+
+    trainer_of(config["job"], config["name"], [TuneReportCallback()]).fit()
+
+
+def tune(config):
+    """All trials at once, by a Tuner."""
+    from ray import tune
+
+    tuner = tune.Tuner(
+        tune.with_resources(trial, {"cpu": 0.5}),
+        param_space={"name": tune.grid_search(config["names"]), "job": config},
+        tune_config=tune.TuneConfig(metric="loss", mode="min"),
+        run_config=tune.RunConfig(name="tuned", storage_path=config["storage"]),
+    )
+    found = tuner.fit()
+    results = {result.config["name"]: {"metrics": result.metrics} for result in found}
+    best = found.get_best_result()
+    return {**results, "best": {"metrics": best.metrics, "name": best.config["name"]}}
 
 
 def drain(config):

@@ -16,7 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+import trainckpt
 from tests.integrations.ray_job import EPOCHS, ITEMS
+from tests.s3_servers import BUCKET
 from trainckpt.integrations.ray_report import ReportedSnapshots, pointer_to, read_pointer
 
 Checkpoint = pytest.importorskip("ray.train").Checkpoint
@@ -73,8 +75,9 @@ class Job:
 def drive(folder, config):
     """Run the driver; return its result, and all that it and its workers printed."""
     stdout, stderr = in_a_cluster(folder, ["-m", "tests.integrations.ray_job", json.dumps(config)])
-    last = next(line for line in stdout.splitlines() if line.startswith('{"'))
-    return json.loads(last), stdout + stderr
+    lines = [line for line in stdout.splitlines() if line.startswith('{"')]
+    assert lines, stdout[-5000:]
+    return json.loads(lines[-1]), stdout + stderr
 
 
 def in_a_cluster(folder, arguments):
@@ -155,6 +158,7 @@ def test_a_drained_node_is_left_before_its_deadline_for_a_spare_one(tmp_path, st
     assert outcome["lost_micro_batches"] == 0
     assert "Ray" in outcome["reason"]
     assert outcome["seconds"] < 60.0
+    assert "the script has changed" not in job.log
 
 
 def test_without_a_spare_node_fewer_workers_train_each_sample_once(tmp_path):
@@ -210,6 +214,57 @@ def test_two_trials_at_once_resume_apart_and_keep_what_ray_keeps(tmp_path):
         assert (Path(run) / "snapshots" / snapshot / "manifest.json").exists()
 
 
+def test_two_trials_of_a_tuner_at_once_resume_apart_and_name_their_snapshots(tmp_path):
+    job = Job(
+        tmp_path,
+        tuner=True,
+        names=["a", "b"],
+        num_workers=1,
+        reports=True,
+        num_to_keep=1,
+        fault="kill",
+        at=28,
+        rank=0,
+        max_failures=1,
+        options={"keep_last": 1},
+    )
+    assert job.trained(0, "a") == job.trained(0, "b")
+    for name in job.config["names"]:
+        assert [one["begun"] for one in job.attempts(0, name)] == [0, 27]
+        metrics = job.result[name]["metrics"]
+        assert metrics["epoch"] == EPOCHS - 1
+        run, snapshot = read_pointer(Path(metrics["checkpoint_path"]))
+        assert Path(run) == job.run(name)
+        assert (Path(run) / "snapshots" / snapshot / "manifest.json").exists()
+    assert job.result["best"]["name"] in job.config["names"]
+
+
+def test_a_run_in_an_object_store_resumes_there_and_keeps_what_ray_keeps(
+    tmp_path, straight, moto_server, at
+):
+    at(moto_server)
+    job = Job(
+        tmp_path,
+        storage=f"s3://{BUCKET}/{tmp_path.name}",
+        every="3 steps",
+        reports=True,
+        num_to_keep=1,
+        fault="kill",
+        at=19,  # in the second epoch, after a report
+        rank=1,
+        max_failures=1,
+        options={"keep_last": 1},
+    )
+    assert_same(job, straight)
+    assert [one["begun"] for one in job.attempts()] == [0, 18]
+    assert len(job.result["a"]["checkpoints"]) == 1
+    named = job.result["a"]["named"]
+    assert named.startswith(f"s3://{BUCKET}/{tmp_path.name}/a/trainckpt@")
+    weights = trainckpt.load(named, only="model/*").values()
+    sums = [tensor.double().sum().item().hex() for tensor in weights]
+    assert sorted(sums) == sorted(straight.end(0)["weights"])
+
+
 def test_checkpoints_are_read_through_ray_s_own_file_system(tmp_path):
     with pointer_to("run", "s1~1.1") as checkpoint:
         shutil.copytree(checkpoint.path, tmp_path / "a")
@@ -220,13 +275,27 @@ def test_checkpoints_are_read_through_ray_s_own_file_system(tmp_path):
     assert ReportedSnapshots("run").read([good, own, gone]) is None
 
 
-def test_the_job_of_the_page_runs_as_it_stands_and_again(tmp_path):
+def blocks_of_the_page(place):
+    """Its job, and the Tuner that goes on from it, with results in another folder."""
     page = (ROOT / "docs/ray.md").read_text(encoding="utf-8")
-    job = next(block for block in page.split("```python\n") if "TorchTrainer(" in block)
-    script = tmp_path / "job.py"
-    place = tmp_path / "results"
-    script.write_text(job.partition("```")[0].replace("/tmp/ray-results", str(place)))
+    blocks = [part.partition("```")[0] for part in page.split("```python\n")[1:]]
+    job, tuner = (block for block in blocks if "TorchTrainer(" in block)
+    return [block.replace("/tmp/ray-results", str(place)) for block in (job, tuner)]
+
+
+def test_the_job_of_the_page_runs_as_it_stands_and_again(tmp_path):
+    script, place = tmp_path / "job.py", tmp_path / "results"
+    script.write_text(blocks_of_the_page(place)[0])
     losses = [in_a_cluster(tmp_path, [str(script)])[0].splitlines()[-1] for _ in range(2)]
     assert float(losses[0]) > 0
     assert losses[0] == losses[1]  # the second finds the run finished
     assert len(list((place / "gpt" / "trainckpt" / "attempts").glob("*.json"))) == 2
+
+
+def test_the_tuner_of_the_page_runs_as_it_stands(tmp_path):
+    script, place = tmp_path / "job.py", tmp_path / "results"
+    script.write_text("".join(blocks_of_the_page(place)))
+    named = in_a_cluster(tmp_path, [str(script)])[0].splitlines()[-1]
+    run, snapshot = named.split("@")
+    assert Path(run).parent.name in ("lr-0.001", "lr-0.01")
+    assert (Path(run) / "snapshots" / snapshot / "manifest.json").exists()

@@ -3,7 +3,8 @@
     kill worker      SIGKILL to one worker
     terminate        SIGTERM to one worker: Ray ends it
     freeze           SIGSTOP to one worker, for some seconds: a pause
-    hang             SIGSTOP until Ray has begun again without it: then it goes on, if it is there
+    hang             SIGSTOP until Ray has begun again without it: then it goes on, unless Ray has
+                     killed it
     kill saving      SIGKILL to one worker amid a save
     kill resuming    SIGKILL to one worker, and to one of its successors once they have begun
     drain            a node is announced to leave, and does
@@ -257,7 +258,7 @@ class Storm:
     def _strike(self, event: Event, workers: list[psutil.Process], number: int) -> str:
         """Do what the event says to a worker; return more words on it."""
         worker, before = workers[number], self._newest()
-        with suppress(psutil.NoSuchProcess):
+        try:
             if event.what == TERMINATE:
                 worker.terminate()
             elif event.what == FREEZE:
@@ -268,18 +269,17 @@ class Storm:
                 worker.suspend()
                 self._frozen.append(worker)
                 self._wait(TRAINS_WITHIN_S, for_attempt=True)
-                still = worker.is_running()
                 worker.resume()
-                return ", still there" if still else ", gone"
+                return ", which goes on"
             elif event.what == KILL_SAVING:
                 snapshot = self._uncommitted()
                 worker.kill()
                 return f", amid {snapshot}" if snapshot else ", amid no save"
             else:
                 worker.kill()
-            if event.what == KILL_RESUMING:
-                return self._kill_successor(before, event)
-        return ""
+        except psutil.NoSuchProcess:
+            return ", which is gone"
+        return self._kill_successor(before, event) if event.what == KILL_RESUMING else ""
 
     def _kill_successor(self, before: int, event: Event) -> str:
         until_s = time.monotonic() + TRAINS_WITHIN_S
