@@ -1,8 +1,9 @@
 """The verdict on a case: exact, same data as announced, refused as promised, or failed.
 
 Of every attempt: no hang; no exit that nothing explains; nobody left behind; it went on from the
-newest snapshot that was committed when it was launched, unless a fault has damaged that; and no run
-with a commit began at its first step.
+newest snapshot that was committed when it was launched, unless a fault has damaged that, or the
+dead ranks' survivors have saved it, for an exact one goes before; and no run with a commit began at
+its first step.
 
 Of the run: lines of one place are the same bytes, and all of them and the last state are those of
 the reference; or a record has announced the same data, which every epoch then has, each sample
@@ -110,7 +111,7 @@ def _began(play: Play, ended: Ended, permits: set[str]) -> Iterator[str]:
     place = ended.attempt_lines[0]["resumed_from"]
     if place is None:
         yield f"began at the first step, though {committed[-1].place} was committed"
-    elif (place["step"], place["micro"]) < committed[-1].place and OLDER not in permits:
+    elif (place["step"], place["micro"]) < committed[-1].place and not permits & {OLDER, SAME_DATA}:
         yield f"went on from {place}, though {committed[-1].place} was committed"
 
 
