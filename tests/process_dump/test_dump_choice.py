@@ -31,6 +31,7 @@ from trainckpt.dumping.handshake import DumpRequest, RankQuiesced
 from trainckpt.encryption import keys
 from trainckpt.errors import TierUnavailable
 from trainckpt.format.attempt_record import AttemptRecord
+from trainckpt.format.cursor import Cursor
 from trainckpt.format.dump import DumpName
 from trainckpt.format.manifest import Wrapped
 from trainckpt.launcher import dumper
@@ -113,7 +114,7 @@ def test_a_rank_tells_its_pace_and_the_supervisor_counts_on(tmp_path, monkeypatc
     assert read_paces(tmp_path) == []  # no boundary yet
     now = time.monotonic()
     timings.on_boundary(now - 5.0)
-    timings.after_boundary(now - 3.0)
+    timings.after_save(Cursor(), now - 3.0)
     timings.on_boundary(now - 1.0)
     status_writer.poll()
     (told,) = read_paces(tmp_path)

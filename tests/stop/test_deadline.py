@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from trainckpt.format.cursor import Cursor
 from trainckpt.save.estimates import Timings
 from trainckpt.stop.deadline import Deadline, granted_s, margin_s
 from trainckpt.stop.early_signals import early_limit_s
@@ -56,7 +57,7 @@ def test_the_pace_is_the_median_without_what_is_done_at_boundaries():
     assert timings.micro_batch_s is None
     for begun in (0.0, 10.0, 20.0, 30.0):
         timings.on_boundary(begun + 1.0)
-        timings.after_boundary(begun + 10.0)  # a save of 9 s
+        timings.after_save(Cursor(), begun + 10.0)  # a save of 9 s
     assert timings.micro_batch_s == 1.0
 
 
