@@ -5,8 +5,8 @@
 intervals   three runs of different save costs are recorded at some interval, and `advise` is asked.
             Then runs with nine intervals, and one with the advised interval, are killed as often:
             each attempt after about as many steps, spread evenly over the phases of the interval.
-            Lost: stalls, restores, restarts and training that was repeated, for each second of
-            training that was kept
+            Lost: stalls, restores and training that was repeated, for each second of training that
+            was kept. Restarts cost as much at each interval, and are not in it
 simulator   runs are killed at known seconds; the simulator replays these, with the step, the stall,
             the restore and the restart of one further run. Lost: the wall time less training kept
 """
@@ -72,11 +72,10 @@ def kills_for(every: int) -> list[int]:
     return [max(1, round(STEPS_BETWEEN + offset)) for offset in spread]
 
 
-def lost_share(folder: Path) -> float:
+def lost_to_checkpoints(folder: Path) -> float:
     """Return the seconds lost for each second of training that was kept."""
     buckets = account(attempt_history.read_attempts(open_run_tier(folder))).buckets
-    lost = sum(buckets[name] for name in (SAVE, WASTED, RESTORE, PREPARATION, GAP))
-    return lost / buckets[TRAINING]
+    return sum(buckets[name] for name in (SAVE, WASTED, RESTORE)) / buckets[TRAINING]
 
 
 def try_intervals(features: int, intervals: int, scratch: Path) -> dict[str, Any]:
@@ -97,7 +96,9 @@ def try_intervals(features: int, intervals: int, scratch: Path) -> dict[str, Any
     for every in sorted({*tried, best}):
         folder = scratch / f"tried-{features}-{every}"
         train(folder, **job, every=f"{every} steps", kills_after=kills_for(every))
-        rows.append({"every_steps": every, "lost": lost_share(folder), "advised": every == best})
+        rows.append(
+            {"every_steps": every, "lost": lost_to_checkpoints(folder), "advised": every == best}
+        )
     least = min(row["lost"] for row in rows)
     own = next(row["lost"] for row in rows if row["advised"])
     return {
