@@ -24,6 +24,8 @@ from trainckpt.attempt.goodput import (
     WASTED,
     read_account,
 )
+from trainckpt.format.attempt_times import TIMES, AttemptTimes, TrainedCount
+from trainckpt.snapshot import attempt_history
 from trainckpt.storage.local import LocalTier
 from trainckpt.storage.shared_memory import NONE, ROOT_VARIABLE, SharedMemoryDir
 
@@ -86,6 +88,23 @@ def test_a_run_killed_twice_is_accounted_to_the_step(server, tmp_path):
     assert third.buckets[TRAINING] + third.buckets[SAVE] > third.ended - third.began - 3.0
 
 
+def test_the_supervisor_of_a_killed_attempt_records_what_it_trained(server, tmp_path):
+    script = warm.ROOT / "tests" / "end_to_end" / "accounted.py"
+    words = ["-m", "trainckpt", "run", "--", script, tmp_path / "run", tmp_path / "trace"]
+    begun = time.time()
+    killed = warm.run(server, [*words, "--kill", "step", "--after", "53"])
+    assert killed.returncode == 128 + signal.SIGKILL, killed.stderr
+    record = attempt_history.read_attempts(LocalTier(tmp_path / "run"))[1]
+    times = AttemptTimes.parse(record.facts[TIMES])
+    assert record.outcome["outcome"] == "killed"
+    assert (times.reached, times.leaves_at) == (TrainedCount(52, 26), None)
+    assert begun < times.began < record.facts["started"], "torchrun's start is a part of it"
+    assert start(server, tmp_path) == 0
+    second = attempt_history.read_attempts(LocalTier(tmp_path / "run"))[2]
+    assert goodput.BEFORE not in second.facts
+    assert account_of(tmp_path).repeated.steps == repeated_in(tmp_path) == 6
+
+
 def test_an_attempt_killed_on_a_host_without_shared_memory_is_known_by_its_heartbeat(
     server, tmp_path
 ):
@@ -114,7 +133,7 @@ def test_what_a_later_attempt_repeats_is_written_by_it(server, tmp_path):
     assert start(server, tmp_path, "--kill", "batch", "--after", "46") == KILLED
     assert start(server, tmp_path) == 0
     tier = LocalTier(tmp_path / "run")
-    records = goodput.attempt_history.read_attempts(tier)
+    records = attempt_history.read_attempts(tier)
     repeats, account = records[2].facts[goodput.REPEATS], account_of(tmp_path)
     assert repeats["steps"] == account.repeated.steps == 3
     assert repeats["micro_batches"] == account.repeated.micro_batches == 6

@@ -280,15 +280,15 @@ def _tiers(status: RunStatus) -> Table:
     table.add_row(*head, style="dim")
     uploads = {each.tier: each for each in status.live.uploads} if status.live else {}
     for tier in status.tiers:
-        table.add_row(f"  {escape(tier.tier)}", *_tier(tier, status), _copies(tier, uploads))
+        table.add_row(f"  {escape(tier.tier)}", *_tier(tier), _copies(tier, uploads))
     return table
 
 
-def _tier(tier: TierNow, status: RunStatus) -> tuple[str, str, str]:
+def _tier(tier: TierNow) -> tuple[str, str, str]:
     age = "" if tier.age_s is None else output.duration(tier.age_s)
     behind = "" if tier.lag_steps is None else _count(tier.lag_steps, "step")
     newest = tier.snapshot or ("?" if tier.why_not else "-")
-    return escape(newest), age, behind if status.is_alive else ""
+    return escape(newest), age, behind
 
 
 def _copies(tier: TierNow, uploads: dict[str, UploadNow]) -> str:

@@ -53,10 +53,14 @@ class Timings:
         self._last_s = self.times.numbers[BOUNDARY_S] = now_s
 
     def after_save(self, cursor: Cursor, now_s: float) -> None:
-        """Record the time after a save at a boundary: it is no part of a micro-batch."""
+        """Record the time after a save at a boundary, and the wait of training for it."""
         begun_s = now_s if self._last_s is None else self._last_s
         self.times.note_staged(cursor, begun_s)
         self.times.add_wait(begun_s, now_s)
+        self.after_boundary(now_s)
+
+    def after_boundary(self, now_s: float) -> None:
+        """Record the time after a boundary: work done there is no part of a micro-batch."""
         self._last_s = now_s
 
     def record_wait(self, begun_s: float) -> None:
