@@ -38,8 +38,9 @@ from trainckpt.snapshot import attempt_history
 
 STEP_S = 0.03
 FEATURES = (500, 1200, 2000)  # 2, 12 and 32 MB of state
-STEPS_BETWEEN = 60  # kills, in the mean
-KILLS = 8
+STEPS_BETWEEN = 100  # kills, in the mean: long beside a restart, which no kill interrupts
+KILLS = 12
+STEPS = 1000
 FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16)
 
 
@@ -80,9 +81,9 @@ def lost_to_checkpoints(folder: Path) -> float:
 
 def try_intervals(features: int, intervals: int, scratch: Path) -> dict[str, Any]:
     """Record a run, ask for advice, and try intervals around and at it."""
-    job = {"features": features, "step_s": STEP_S, "steps": 480}
+    job = {"features": features, "step_s": STEP_S, "steps": STEPS}
     recorded = scratch / f"recorded-{features}"
-    train(recorded, **job, every="10 steps", kills_after=kills_for(10)[:4])
+    train(recorded, **job, every="10 steps", kills_after=kills_for(10))
     run = measured(recorded)
     advised = for_run(run)
     best = max(1, round(advised.plan.intervals["local"] / run.step_s))
