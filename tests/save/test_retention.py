@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from torch import nn
+
+import trainckpt
 from tests.end_to_end.training import attempt, usable
+from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import manifest as manifests
 from trainckpt.format.names import MANIFEST
 from trainckpt.storage.local import LocalTier
@@ -10,19 +14,32 @@ from trainckpt.storage.local import LocalTier
 SAVING = {"epochs": 2, "every": "1 steps", "keep_last": 2}
 
 
-def test_a_run_that_prunes_parses_none_of_its_own_manifests(tmp_path, monkeypatch):
+def test_a_run_that_prunes_parses_one_of_its_own_manifests(tmp_path, monkeypatch):
     loads, load = [], manifests.load
-    with monkeypatch.context() as patched:
-        patched.setattr(
-            manifests,
-            "load",
-            lambda data, what, **more: loads.append(what) or load(data, what, **more),
-        )
-        attempt(tmp_path, **SAVING)
-        assert not loads
-        attempt(tmp_path, **{**SAVING, "epochs": 3})
-    assert loads
+    monkeypatch.setattr(
+        manifests,
+        "load",
+        lambda data, what, **more: loads.append(what) or load(data, what, **more),
+    )
+    model = nn.Linear(2, 2)
+    with trainckpt.Checkpointer(tmp_path, model=model, every="never", keep_last=2) as ckpt:
+        for _ in range(4):
+            handle = ckpt.save()
+            ckpt.boundary()
+            handle.wait("durable")
+            ckpt._attempt.saver.wait_for_retention(None)
+        assert len(loads) == 1
     assert len(usable(tmp_path)) == 2
+
+
+def test_nothing_is_pruned_for_a_manifest_that_nobody_can_read(tmp_path, monkeypatch):
+    def refuse(_, what, **__):
+        raise UnusableSnapshot(f"{what} cannot be read")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(manifests, "load", refuse)
+        _, ckpt = attempt(tmp_path, **SAVING)
+    assert len(usable(tmp_path)) == ckpt._attempt.saver.sequence > 2
 
 
 def test_nothing_is_pruned_for_a_manifest_that_is_damaged_on_the_disk(tmp_path, monkeypatch):

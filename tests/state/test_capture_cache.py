@@ -8,13 +8,16 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.utils import parametrize
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainckpt.save.deduplication import SavePlanCache
 from trainckpt.state import staging
 from trainckpt.state.capture import capture
 from trainckpt.state.capture_cache import ModuleWalk, TensorBlock, own_parts
 from trainckpt.state.captured import Captured
+from trainckpt.state.dtensor import mesh_key, position_facts
 from trainckpt.state.registry import Registry
 
 
@@ -218,6 +221,28 @@ def one_rank():
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_placements_that_torch_calls_equal_are_told_apart(monkeypatch):
+    """In torch 2.6 a strided placement equals a plain one along the same dimension."""
+    monkeypatch.setattr(_StridedShard, "__eq__", lambda self, other: self.dim == other.dim)
+    training = Training(sharded=True)
+    moment = training.state(training.x.a)["exp_avg"]
+    whole, mesh = moment.to_local(), moment.device_mesh
+    facts = [
+        position_facts(DTensor.from_local(whole, mesh, [placement], run_check=False))
+        for placement in (Shard(0), _StridedShard(0, split_factor=2))
+    ]
+    assert facts[0] != facts[1]
+
+
+def test_the_ranks_of_a_part_of_a_mesh_are_those_of_the_rank_that_asks():
+    for rank, ranks in ((0, [0, 1]), (3, [2, 3])):
+        distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        assert mesh_key(mesh["tp"]) == f"tp [2] {ranks}"
+        distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("case", [*CHANGES, *IN_PLACE])

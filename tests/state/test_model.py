@@ -277,9 +277,16 @@ def test_a_tensor_subclass_that_does_not_is_refused_by_name():
         capture(registry(model=Holder(b=torch.zeros(2).as_subclass(Plain))))
 
 
+def without_memory():
+    model = Holder(b=torch.randn(4))
+    model.b.untyped_storage().resize_(0)
+    return model
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
+        (without_memory, "model/b has no memory"),
         (lambda: nn.LazyLinear(3), "model/weight is a lazy parameter"),
         (lambda: nn.LazyBatchNorm1d(), "lazy parameter"),
         (lambda: nn.Linear(2, 2, device="meta"), "model/weight is a meta tensor"),

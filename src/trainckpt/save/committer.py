@@ -517,11 +517,16 @@ class RetentionWorker:
         self._thread: threading.Thread | None = None
         self._superseded = False
         self._followed = FollowedRun(tier, tier, defaults.run)
+        # One manifest of this attempt is parsed: on the strength of those that nobody can read,
+        # nothing is deleted.
+        self._is_readable = False
         self._empty_dumps: set[DumpName] = set()
         self._may_have_survivor_files = True  # older attempts may have left survivors' files
 
     def schedule(self, manifest: Manifest) -> None:
         """Schedule the work after the commit of this manifest. Returns at once."""
+        if self._is_readable:
+            self._followed.add(manifest)
         with self._lock:
             self._newest_commit = manifest
             if self._thread is None:
@@ -532,7 +537,8 @@ class RetentionWorker:
 
     def wait(self, limit_s: float | None = None) -> None:
         """Return when nothing is left to do, or after `limit_s` seconds."""
-        thread = self._thread
+        with self._lock:  # else it may not have been started yet
+            thread = self._thread
         if thread is not None:
             thread.join(limit_s)
 
@@ -540,9 +546,9 @@ class RetentionWorker:
         # background thread: no collectives here
         while (manifest := self._next()) is not None:
             self._record_writer.change(newest_commit=str(manifest.name))
-            self._followed.add(manifest)
             try:
                 self._prune()
+                self._is_readable = self._followed.knows(manifest.name)
             except TrainckptError as error:
                 logger.warning("could not prune old snapshots: %s", error.message)
             except Exception as error:  # noqa: BLE001 - what is left goes the next time

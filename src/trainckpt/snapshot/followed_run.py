@@ -66,8 +66,15 @@ class FollowedRun:
         self._turn: SnapshotName | None = None  # the last one that was read in turn
 
     def add(self, manifest: Manifest) -> None:
-        """Keep a manifest that this attempt has just committed, so that it need not be parsed."""
+        """Keep a manifest that this attempt has just committed, so that it need not be parsed.
+
+        Any thread.
+        """
         self._parse.add(manifest)
+
+    def knows(self, name: SnapshotName) -> bool:
+        """Return True if the last look found this snapshot whole."""
+        return name in self._known
 
     def attempts(self, live: int) -> dict[int, AttemptRecord]:
         """Return every attempt's record by number; reads new ones, and those from `live` on."""

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from trainckpt.state.adapters import fsdp
-from trainckpt.state.dtensor import PLAIN, is_sharded
+from trainckpt.state.dtensor import PLAIN, is_sharded, position_facts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -137,14 +137,14 @@ def _placements(tensors: list[torch.Tensor]) -> list[tuple[object, ...]]:
     """Return what the positions of the sharded tensors follow from."""
     if PLAIN.issuperset(map(type, tensors)):
         return []
-    sharded: list[Any] = [t for t in tensors if is_sharded(t)]
-    return [(t.device_mesh, t.placements, t.shape, t.stride(), t.requires_grad) for t in sharded]
+    return [position_facts(t) for t in tensors if is_sharded(t)]
 
 
 def _facts(tensors: Sequence[torch.Tensor]) -> list[tuple[object, ...]]:
     """Return what nodes and regions of plain tensors follow from, and their addresses."""
     return [
-        (t.data_ptr(), t.shape, t.stride(), t.dtype, t.requires_grad, t.is_neg()) for t in tensors
+        (t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, t.requires_grad, t.is_neg())
+        for t in tensors
     ]
 
 

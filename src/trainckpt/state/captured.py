@@ -330,6 +330,11 @@ def dense(tensor: torch.Tensor, name: str) -> torch.Tensor:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else tensor.layout
         raise values.UnknownValue(f"{name} is a {kind} tensor, which cannot be captured")
+    if tensor.data_ptr() == 0 and tensor.numel():
+        raise values.UnknownValue(
+            f"{name} has no memory: its storage was released",
+            hint="keep the tensor out of what is tracked, or fill it before a save",
+        )
     return tensor.detach()
 
 

@@ -67,6 +67,16 @@ def layout_of(tensor: torch.Tensor) -> Layout | None:
     return found if held.shape == tuple(local(tensor).shape) else None
 
 
+def position_facts(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what the layout and the description of a DTensor follow from.
+
+    Placements are spelled: in some releases of torch unequal ones are called equal.
+    """
+    dt: Any = tensor
+    spelled = tuple(map(_spell, dt.placements))
+    return dt.device_mesh, spelled, dt.shape, dt.stride(), dt.requires_grad
+
+
 def describe(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the JSON needed by `rebuild`, besides the local part."""
     dt: Any = tensor
@@ -91,9 +101,14 @@ def replicate(whole: torch.Tensor, pattern: torch.Tensor) -> torch.Tensor:
     return _from_local(whole, mesh, [Replicate()] * mesh.ndim, whole.shape, whole.stride())
 
 
-@lru_cache(maxsize=256)
 def mesh_key(mesh: DeviceMesh) -> str:
     """Return a name of a mesh: equal for the same ranks in the same order, in any attempt."""
+    return _mesh_key(mesh, torch.distributed.get_rank())
+
+
+@lru_cache(maxsize=256)
+def _mesh_key(mesh: DeviceMesh, _rank: int) -> str:
+    # Meshes are equal on all ranks; the ranks of a part of a mesh are not.
     names = ",".join(mesh.mesh_dim_names or ())
     return f"{names} {list(mesh.shape)} {mesh.mesh.flatten().tolist()}"
 
@@ -128,11 +143,14 @@ def _from_local(
 
 def _layout(mesh: DeviceMesh, placements: Any) -> Layout | None:
     root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
-    return _found(mesh, root, tuple(map(_spell, placements)))
+    rank = torch.distributed.get_rank()
+    return _found(mesh, root, tuple(map(_spell, placements)), rank)
 
 
 @lru_cache(maxsize=256)  # called for every tensor of every save, and takes a millisecond
-def _found(mesh: DeviceMesh, root: DeviceMesh, placements: tuple[str, ...]) -> Layout | None:
+def _found(
+    mesh: DeviceMesh, root: DeviceMesh, placements: tuple[str, ...], _rank: int
+) -> Layout | None:
     dims: list[int | None] = []
     strided = []
     for m, text in enumerate(placements):
