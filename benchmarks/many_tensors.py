@@ -7,10 +7,12 @@
     moe       8 layers, each with a router and equal experts of three matrices, one rank
     fsdp2     the stack of linear layers, sharded over two ranks, a hundred layers a unit
 
-Tensors are parameters and both moments of AdamW; its step counts come on top. Each shape and number
-is one process (two for fsdp2), in which the systems take turns. A turn attaches to the training,
-saves a few times, detaches, and restores into a training that was just built; what is restored
-must be what was saved. Seconds are those of the slowest rank, medians over the rounds:
+Tensors are parameters and both moments of AdamW; its step counts come on top. Each round is one
+process (two for fsdp2), as a first save is the first of its process; the systems take turns in it,
+in an order that moves on by one each round. A turn attaches to the training, saves a few times,
+detaches, and restores into a training that was just built; what is restored must be what was saved.
+fsdp2 is for a few thousand tensors: above, torch's own first step takes minutes. Seconds are those
+of the slowest rank, medians over the rounds:
 
     first_s      steps with the first save of a turn, less as many without
     stall_s      the same of later saves
@@ -148,17 +150,18 @@ class Turns:
         self.training = Training(arguments.shape, arguments.number)
 
     def measure(self) -> None:
-        """Run all rounds, the systems in an order that moves on by one each round."""
+        """Run one round."""
         names = self.arguments.systems.split(",")
         if self.arguments.shape == "fsdp2":  # rank 0 alone saves by torch.save, and has a half
             names = [name for name in names if name != "torch.save"]
-        for number in range(self.arguments.rounds):
-            for name in names[number % len(names) :] + names[: number % len(names)]:
-                begun = time.perf_counter()
-                self._turn(name, systems.load(name)(Path(self.arguments.folder, f"{name}{number}")))
-                if dist.get_rank() == 0:
-                    took = time.perf_counter() - begun
-                    print(f"round {number + 1}: {name}: {took:.1f} s", file=sys.stderr, flush=True)
+        first = self.arguments.round % len(names)
+        for name in names[first:] + names[:first]:
+            begun = time.perf_counter()
+            self._turn(name, systems.load(name)(Path(self.arguments.folder, name)))
+            if dist.get_rank() == 0:
+                took = time.perf_counter() - begun
+                said = f"round {self.arguments.round + 1}: {name}: {took:.1f} s"
+                print(said, file=sys.stderr, flush=True)
 
     def _turn(self, name: str, system: System) -> None:
         samples = SAMPLES[name]
@@ -255,17 +258,24 @@ def rank_main(arguments: argparse.Namespace) -> None:
 
 
 def launch(arguments: argparse.Namespace, shape: str, number: int) -> Iterator[dict[str, Any]]:
-    """Run one shape and number in processes of its own; yield a row for each system."""
-    with tempfile.TemporaryDirectory(dir=arguments.place) as folder:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(SHAPES[shape]), "-m", "benchmarks.many_tensors"]
-        command += ["--shape", shape, "--number", str(number), "--folder", folder]
-        for name in ("systems", "rounds", "saves"):
-            command += [f"--{name}", str(getattr(arguments, name))]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        found = json.loads(Path(folder, "found.json").read_text(encoding="utf-8"))
-    for system, samples in found["samples"].items():
-        row = {"shape": shape, "ranks": SHAPES[shape], "tensors": found["tensors"]}
+    """Run one shape and number, each round in a process of its own; yield a row for each system."""
+    rounds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    tensors = 0
+    for round_ in range(arguments.rounds):
+        with tempfile.TemporaryDirectory(dir=arguments.place) as folder:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            command += ["--nproc-per-node", str(SHAPES[shape]), "-m", "benchmarks.many_tensors"]
+            command += ["--shape", shape, "--number", str(number), "--folder", folder]
+            command += ["--systems", arguments.systems, "--saves", str(arguments.saves)]
+            command += ["--round", str(round_)]
+            subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            found = json.loads(Path(folder, "found.json").read_text(encoding="utf-8"))
+        tensors = found["tensors"]
+        for system, samples in found["samples"].items():
+            for figure, values in samples.items():
+                rounds[system][figure] += values
+    for system, samples in rounds.items():
+        row = {"shape": shape, "ranks": SHAPES[shape], "tensors": tensors}
         row |= {"system": system, "rounds": arguments.rounds}
         for figure in FIGURES:
             values = samples.get(figure)
@@ -316,8 +326,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--saves", type=int, default=5, help="later saves in each turn")
     parser.add_argument("--place", help="folder of a file system to save to")
-    for name in ("--shape", "--number", "--folder"):  # of one process
-        parser.add_argument(name, type=int if name == "--number" else str, help=argparse.SUPPRESS)
+    for name in ("--shape", "--folder"):  # of one process
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    for name in ("--number", "--round"):
+        parser.add_argument(name, type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.folder is not None:
         rank_main(arguments)
