@@ -44,7 +44,7 @@ VERBS = {
     "prove": "run a script straight, then stopped and resumed, and compare every bit",
     "demo": "prove that checkpoints resume exactly, on a small built-in example; needs no clone",
     "advise": "advise on the options of a job's checkpoints, each with its reason",
-    "simulate": "simulate a training job under faults, with saves as several systems take them",
+    "simulate": "simulate a training job under faults, with checkpoints as several systems do",
     "keygen": "make a new identity to read encrypted checkpoints, and its public recipient",
     "rewrap": "change the recipients of encrypted checkpoints, without rewriting their data",
     "doctor": "check this machine and a run directory for checkpoints, with a cure for each lack",

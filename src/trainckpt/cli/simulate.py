@@ -1,4 +1,4 @@
-"""simulate: simulate a training job under faults, with saves as several systems take them."""
+"""simulate: simulate a training job under faults, with checkpoints as several systems do."""
 
 from __future__ import annotations
 
