@@ -66,7 +66,7 @@ def name_in_ml_goodput(bucket: str) -> str:
 
 @dataclass(frozen=True)
 class AttemptAccount:
-    """Where one attempt's time went.
+    """Account of one attempt's time, in buckets.
 
     Attributes:
         attempt: Its number.
@@ -91,7 +91,7 @@ class AttemptAccount:
 
 @dataclass(frozen=True)
 class RunAccount:
-    """Where a run's time went.
+    """Account of a run's time: of all its attempts.
 
     Attributes:
         attempts: Oldest first.

@@ -1,4 +1,4 @@
-"""What a live attempt does now, as its heartbeat holds it; written by rank 0, read by anybody.
+"""Describe a live attempt in its heartbeat: rank 0 writes it, any process reads it.
 
 A reader takes what is of the declared type and in range, and the default for anything else: the
 content comes from another process, perhaps of another release.
@@ -116,7 +116,7 @@ class StopNow:
 
 @dataclass(frozen=True, kw_only=True)
 class LiveStatus:
-    """What one attempt does now.
+    """State of one live attempt.
 
     Attributes:
         written: Seconds since the Unix epoch, by rank 0's clock.

@@ -111,7 +111,7 @@ class TimeKeeper(CounterPage):
 
     @property
     def phase(self) -> str:
-        """What the attempt does. Any thread."""
+        """Return the phase of the attempt. Any thread."""
         numbers = self.numbers
         if numbers[_LEAVES_S]:
             return LEAVING

@@ -25,6 +25,11 @@ def canonical(value: Any) -> bytes:
     ).encode()
 
 
+def canonical_text(text: str) -> str:
+    """Return the canonical JSON of a string; several times as quick as `canonical`."""
+    return json.encoder.encode_basestring_ascii(text)
+
+
 def canonical_object(members: Mapping[str, bytes]) -> bytes:
     """Return the canonical JSON of an object from that of each member's value."""
     texts = [canonical(key) + b":" + members[key] for key in sorted(members)]

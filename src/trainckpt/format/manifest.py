@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from dataclasses import astuple, dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -333,8 +332,7 @@ def _members(manifest: Manifest) -> dict[str, bytes]:
     whole = all(file.digest for file in (*manifest.files, *reached))
     if manifest.encryption is not None and not whole:
         raise ValueError(f"{manifest.name} names encrypted files without digests")
-    used = (entry.layout for entry in manifest.tensors.values() if entry.layout)
-    layouts = {layout: number for number, layout in enumerate(dict.fromkeys(used))}
+    layouts = number_layouts(manifest.tensors)
     body = {
         "format": names.WRITTEN if whole else names.BY_HEADS,
         "algorithm": digest.ALGORITHM,
@@ -369,13 +367,19 @@ def _members(manifest: Manifest) -> dict[str, bytes]:
     return {**members, "tensors": spell_tensors(manifest.tensors, layouts)}
 
 
+def number_layouts(tensors: Mapping[str, TensorEntry]) -> dict[Layout, int]:
+    """Return the number of each layout in a table of tensors, by first use."""
+    used = (entry.layout for entry in tensors.values() if entry.layout)
+    return {layout: number for number, layout in enumerate(dict.fromkeys(used))}
+
+
 def spell_tensors(tensors: Mapping[str, TensorEntry], layouts: Mapping[Layout, int]) -> bytes:
     """Return the canonical JSON of the table of tensors.
 
     It is put together from texts. Lists for tens of thousands of tensors would start collections
     of garbage, each of which stops training for some tenths of a second.
     """
-    spell, texts = json.encoder.encode_basestring_ascii, []
+    texts = []
     known: dict[TensorEntry, str] = {}  # most tensors have one of a few shapes
     for name in sorted(tensors):
         entry = tensors[name]
@@ -383,7 +387,7 @@ def spell_tensors(tensors: Mapping[str, TensorEntry], layouts: Mapping[Layout, i
             number = layouts[entry.layout] if entry.layout else RANK
             facts = [entry.dtype, list(entry.shape), number]
             text = known[entry] = json_io.canonical(facts).decode()
-        texts.append(f"{spell(name)}:{text}")
+        texts.append(f"{json_io.canonical_text(name)}:{text}")
     return f"{{{','.join(texts)}}}".encode()
 
 

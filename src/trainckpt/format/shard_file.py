@@ -19,7 +19,6 @@ Pure: lays out, builds and parses bytes; opens nothing. Used by: state (to fill)
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -38,7 +37,6 @@ SMALL_BYTES = 64 << 10  # smaller regions are adjacent
 MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors library
 METADATA_KEY = "trainckpt"
 MIN_BLOCK_BYTES, MAX_BLOCKS = 8192, 256
-_spelled = json.encoder.encode_basestring_ascii  # as a JSON string
 
 # safetensors type -> item size in bytes. Other types are stored as U8.
 ITEM_BYTES = {
@@ -220,7 +218,7 @@ class ShardHeader:
             if (text := shapes.get(shape)) is None:
                 text = shapes[shape] = json_io.canonical(shape).decode()
             texts.append(
-                f'{_spelled(region.key)}:{{"dtype":"{region.dtype}","shape":{text},'
+                f'{json_io.canonical_text(region.key)}:{{"dtype":"{region.dtype}","shape":{text},'
                 f'"data_offsets":[{first},{first + size}]}}'
             )
         return ",".join(texts)
@@ -272,7 +270,7 @@ def reserve(header: ShardHeader) -> ShardHeader:
         shape = region.shape
         if (of_shape := of_shapes.get(shape)) is None:
             of_shape = of_shapes[shape] = len(json_io.canonical(shape))
-        key = len(_spelled(region.key))
+        key = len(json_io.canonical_text(region.key))
         # In the metadata, JSON inside a string, each quote and backslash gets one more backslash.
         nested = key + 2 if key == len(region.key) + 2 else 2 * key
         size += key + of_dtypes[region.dtype] + of_shape + of_offsets
@@ -377,10 +375,10 @@ def _metadata(header: ShardHeader, *, with_digests: bool = True) -> str:
         for key, file in sorted(header.references.items()):
             by_file.setdefault(file, []).append(key)
         facts.update({"format": names.WITH_REFERENCES, "references": by_file})
-    texts = [
-        f'{_spelled(r.key)}:"{header.digests_of(r) or digest.PLACEHOLDER * r.num_blocks}"'
-        for r in sorted(header.regions if with_digests else (), key=attrgetter("key"))
-    ]
+    texts = []
+    for region in sorted(header.regions if with_digests else (), key=attrgetter("key")):
+        digests = header.digests_of(region) or digest.PLACEHOLDER * region.num_blocks
+        texts.append(f'{json_io.canonical_text(region.key)}:"{digests}"')
     members = {key: json_io.canonical(value) for key, value in facts.items()}
     members["digests"] = f"{{{','.join(texts)}}}".encode()
     return json_io.canonical_object(members).decode()

@@ -25,7 +25,7 @@ ENOUGH_FAILURES = 3  # to go by them alone
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRun:
-    """What the attempts of a run have measured.
+    """Measurements of the attempts of a run.
 
     Attributes:
         world: Ranks of the newest attempt.

@@ -53,7 +53,7 @@ START = "start"  # step 0, which every run can begin again
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedJob:
-    """What became of one simulated job. The five times add up to the wall time.
+    """Outcome of one simulated job. The five times add up to the wall time.
 
     Attributes:
         steps: Completed at the end, each counted once.

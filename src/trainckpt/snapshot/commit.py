@@ -52,19 +52,14 @@ WHAT = "a table of tensors"
 
 def table_name(entries: Mapping[str, TensorEntry]) -> str:
     """Return a name that is the same for equal tables."""
-    layouts = _numbered_layouts(entries)
+    layouts = manifests.number_layouts(entries)
     own = json_io.canonical([layout.to_json() for layout in layouts])
     return digest(own + manifests.spell_tensors(entries, layouts))
 
 
-def _numbered_layouts(entries: Mapping[str, TensorEntry]) -> dict[Layout, int]:
-    used = (entry.layout for entry in entries.values() if entry.layout)
-    return {layout: number for number, layout in enumerate(dict.fromkeys(used))}
-
-
 def table_to_json(entries: Mapping[str, TensorEntry]) -> dict[str, Any]:
     """Return the table as JSON, to send between ranks."""
-    layouts = _numbered_layouts(entries)
+    layouts = manifests.number_layouts(entries)
     return {
         "layouts": [layout.to_json() for layout in layouts],
         "tensors": {

@@ -53,7 +53,7 @@ class StoredRegion(NamedTuple):
 
 @dataclass
 class StoredRegions:
-    """Locations of one rank's regions in the newest snapshot.
+    """Locations of one rank's regions of at least `MIN_BYTES` in the newest snapshot.
 
     Attributes:
         held: By key.
