@@ -135,7 +135,10 @@ class NoticeListener:
             *(LoggedNoticeSource(source, report) for source in others),
         ]
         if world.rank == 0:
-            self._heartbeat = Heartbeat(self._tier, attempt, content=self._beat)
+            beat = weakref.WeakMethod(self._beat)  # a beating heart keeps no run's model alive
+            self._heartbeat = Heartbeat(
+                self._tier, attempt, content=lambda: now() if (now := beat()) else {}
+            )
             self._heartbeat.start()
             weakref.finalize(self, self._heartbeat.stop)
         self.watcher = NoticeWatcher(
