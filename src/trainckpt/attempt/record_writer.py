@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.log import logger
+from trainckpt.attempt.save_recorder import SaveRecorder
 from trainckpt.attempt.status_files import (
     RESTORED_FILE,
     RestoreAnnouncement,
@@ -25,6 +26,7 @@ from trainckpt.attempt.status_files import (
 )
 from trainckpt.errors import TrainckptError
 from trainckpt.format.attempt_times import TIMES
+from trainckpt.format.save_history import SAVES
 from trainckpt.snapshot import attempt_history
 from trainckpt.storage.object_store import ObjectStoreTier
 
@@ -52,7 +54,11 @@ class AttemptId:
 
 
 class RecordWriter:
-    """Holds and rewrites one attempt's record."""
+    """Holds and rewrites one attempt's record.
+
+    Attributes:
+        saves: What became of the attempt's saves, written with each change.
+    """
 
     def __init__(
         self,
@@ -64,6 +70,7 @@ class RecordWriter:
     ) -> None:
         """`times`: of the attempt, written with each change."""
         self._tier, self._times = tier, times
+        self.saves = SaveRecorder()
         self._record = record
         self._writes = writes
         self._number = AttemptId(record.attempt)
@@ -135,6 +142,8 @@ class RecordWriter:
             if claimed is not None:
                 own = self._record
                 facts = {**own.facts, **claimed.facts}
+                facts.pop(SAVES, None)
+                self.saves.begin_anew()
                 restored = read_restore_announcement()
                 if self._times is not None and restored is not None:
                     self._times.begin_anew(restored.started)
@@ -147,6 +156,8 @@ class RecordWriter:
             facts = {**facts, key: {**facts.get(key, {}), **table}}
         if self._times is not None:
             facts = {**facts, TIMES: self._times.to_json()}
+        if self._writes and (saves := self.saves.to_json()):
+            facts = {**facts, SAVES: saves}
         self._record = self._record.with_(**{**changes, "facts": facts})
         if not self._writes:
             return

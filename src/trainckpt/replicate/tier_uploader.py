@@ -30,6 +30,7 @@ from trainckpt.errors import (
 )
 from trainckpt.format import manifest as manifests
 from trainckpt.format.names import MANIFEST, SnapshotName
+from trainckpt.format.save_history import NOT_COPIED
 from trainckpt.ranks import threads
 from trainckpt.ranks.store import DAY_S
 from trainckpt.replicate.uploads import POLL_S, LastCopy, wait_s
@@ -614,10 +615,14 @@ class TierUploader:
             if self._rank == 0:
                 self.seconds_per_byte = took_s / max(verdict["bytes"] / self._size, 1)
                 logger.debug("%s is in %s", name, self.tier.name)
+                self._work.record_writer.saves.note_arrival(str(name), self.tier.name)
             self._arrived(name)
             return
         lost = bool(verdict.get("lost"))
         self.failed += 1
+        if self._rank == 0 and not self._stopping:
+            saves = self._work.record_writer.saves
+            saves.note_not_kept(str(name), NOT_COPIED, str(error), self.tier.name)
         if verdict.get("anew"):  # something of it was taken away
             self._done.clear()
         if lost and self._rank == 0:

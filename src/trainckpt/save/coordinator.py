@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainckpt.attempt.live_status import LONGEST, NotSaved, SavingNow
 from trainckpt.attempt.log import logger
-from trainckpt.attempt.save_handle import COMMITTED, CommitEvent, SaveHandle
+from trainckpt.attempt.save_handle import COMMITTED, PARTNER, CommitEvent, SaveHandle
 from trainckpt.encryption.encrypted_file import EncryptedLayout
 from trainckpt.errors import NoAgreement, SaveFailed
 from trainckpt.format.manifest import Manifest
 from trainckpt.format.names import VERSION, SnapshotName
+from trainckpt.format.save_history import FAILED, SKIPPED, SaveRow
 from trainckpt.gc_pause import gc_paused
 from trainckpt.preemption.signals import raised_by_handler
 from trainckpt.ranks import threads
@@ -102,6 +103,8 @@ class _SaveInFlight:
     file_bytes: int  # of this rank's file
     in_memory: bool  # kept in the hosts' memory, and written nowhere else
     is_final: bool  # the attempt ends with it
+    stall_s: float | None = None  # training waited so long
+    memory_s: float | None = None  # from its beginning until shared memory held all
 
 
 class SaveCoordinator:
@@ -175,7 +178,7 @@ class SaveCoordinator:
             encryption=encryption,
             room=self.replication.reserve,
         )
-        self._is_encrypted = encryption is not None
+        self._is_encrypted, self._saves = encryption is not None, record_writer.saves
         self._tracked_names, self._stale_models = (
             TrackedNamesCheck(registry),
             StaleModelCheck(registry),
@@ -288,7 +291,8 @@ class SaveCoordinator:
         self._thread.start()
         if isinstance(staged.shard, staging.StreamedShard) and not final:
             staged.shard.is_read.wait()  # no memory for a copy: the tensors must not change
-        self._timings.record_stall(time.monotonic() - begun_s)
+        save.stall_s = time.monotonic() - begun_s
+        self._timings.record_stall(save.stall_s)
         return handle
 
     def join(self, limit_s: float | None = None) -> None:
@@ -388,7 +392,7 @@ class SaveCoordinator:
 
     def _skip(self, handle: SaveHandle, name: SnapshotName, why: str) -> None:
         self.skipped += 1
-        self._note(name, "skipped", why)
+        self._note(name, SKIPPED, why)
         handle.fail(SaveFailed(f"skipped: {why}"))
         if self._channel.world.rank == 0 and (self.skipped == 1 or self.skipped % 10 == 0):
             logger.warning(
@@ -484,6 +488,7 @@ class SaveCoordinator:
                     manifest.name, self._committer.manifest, shard, save.handle
                 )
                 self._cut_off = self.replication.is_cut_off
+                self._saves.note_kept_in_memory()
                 return
         except SaveFailed as error:
             self._record_failure(save.handle, manifest.name, error)
@@ -502,6 +507,7 @@ class SaveCoordinator:
                 seconds=time.monotonic() - save.begun_s,
                 is_final=save.is_final,
             )
+            self._record_stages(save, event)
             for subscriber in self._commit_subscribers:
                 try:
                     subscriber(event)
@@ -511,6 +517,23 @@ class SaveCoordinator:
                         manifest.name,
                         str(error) or repr(error),
                     )
+            if save.handle.why_not_replicated == "":
+                self._saves.note_arrival(str(manifest.name), PARTNER)
+
+    def _record_stages(self, save: _SaveInFlight, event: CommitEvent) -> None:
+        """Note a commit for the attempt's record, before the first subscriber writes that."""
+        if event.whole is None:
+            return
+        row = SaveRow(
+            snapshot=str(event.manifest.name),
+            at=event.manifest.created,
+            stall_s=None if save.is_final else save.stall_s,
+            memory_s=save.memory_s,
+            local_s=event.seconds,
+            num_bytes=event.whole.num_bytes,
+            reached_bytes=event.whole.reached_bytes,
+        )
+        self._saves.note_commit(row, save.begun_s)
 
     def _count_commit(self, event: CommitEvent) -> None:
         self.committed = (str(event.manifest.name), event.manifest.cursor)
@@ -528,6 +551,7 @@ class SaveCoordinator:
         self.not_saved.append(
             NotSaved(snapshot=str(name), how=how, reason=reason[:LONGEST], when=time.time())
         )
+        self._saves.note_not_kept(str(name), how, reason)
 
     def saving_now(self, now_s: float) -> SavingNow | None:
         """Return what is being written; None: nothing is. Any thread."""
@@ -547,7 +571,8 @@ class SaveCoordinator:
     def _finish(self, save: _SaveInFlight) -> Iterator[int]:
         yield from self._copier.finish()
         if self.arenas.descriptor is not None:
-            self._timings.record_copy(save.num_bytes, time.monotonic() - save.begun_s)
+            save.memory_s = time.monotonic() - save.begun_s
+            self._timings.record_copy(save.num_bytes, save.memory_s)
 
     def adopt(self, name: str, cursor: Cursor) -> None:
         """Take a snapshot that the survivors committed as the newest of this attempt."""
@@ -556,7 +581,7 @@ class SaveCoordinator:
     def _record_failure(self, handle: SaveHandle, name: SnapshotName, error: SaveFailed) -> None:
         self._failures += 1
         self.failed += 1
-        self._note(name, "failed", error.message)
+        self._note(name, FAILED, error.message)
         next_step = f"; next: {error.hint}" if error.hint else ""
         if self._failures == 1:
             logger.warning("save %s failed, training goes on: %s%s", name, error.message, next_step)
