@@ -87,6 +87,14 @@ class Scene:
                 found.append(Snapshot(attempt, sequence, step, micro))
         return sorted(found)
 
+    def is_inexact(self, snapshot: Snapshot) -> bool:
+        """Whether the survivors of dead ranks have saved it, without what died with those."""
+        folders = (self.run / "snapshots").glob(f"*~{snapshot.attempt}.{snapshot.sequence}")
+        for folder in folders:
+            manifest = json.loads((folder / "manifest.json").read_bytes())
+            return bool(manifest.get("lost") or manifest.get("carried"))
+        return False
+
 
 def whole_lines(file: Path) -> list[bytes]:
     """The file's lines that end with a newline; none if it does not exist."""

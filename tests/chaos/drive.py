@@ -108,12 +108,14 @@ class Ended:
 
     Attributes:
         before: Trace lines of each rank, and committed snapshots, when it was launched.
+        inexact: Those among the snapshots that survivors of dead ranks have saved.
         hits: What happened to it: name, where, and micro-batches trained by then.
         standing: Faults that lasted when it was launched.
     """
 
     before: tuple[list[int], list[Snapshot]]
     standing: list[str]
+    inexact: list[Snapshot] = field(default_factory=list)
     hits: list[tuple[str, str, int]] = field(default_factory=list)
     codes: list[int | None] = field(default_factory=list)
     hung: bool = False
@@ -212,7 +214,8 @@ class Play:
         number = len(self.attempts) + 1
         before = self.scene.line_counts(), self.scene.snapshots(committed=True)
         known = len(self.scene.attempt_lines())
-        ended = Ended(before, [name for name, _ in self._standing])
+        inexact = [s for s in before[1] if self.scene.is_inexact(s)] if self.room.survivors else []
+        ended = Ended(before, [name for name, _ in self._standing], inexact)
         began_s = time.monotonic()
         self.attempt = Attempt(
             self.stage, self.room, self.places, number, restarts=self.case.restarts

@@ -1,9 +1,9 @@
 """The verdict on a case: exact, same data as announced, refused as promised, or failed.
 
 Of every attempt: no hang; no exit that nothing explains; nobody left behind; it went on from the
-newest snapshot that was committed when it was launched, unless a fault has damaged that, or the
-dead ranks' survivors have saved it, for an exact one goes before; and no run with a commit began at
-its first step.
+newest exact snapshot that was committed when it was launched, unless a fault has damaged that; from
+one that survivors of dead ranks have saved only if there is no exact one; and no run with a commit
+began at its first step.
 
 Of the run: lines of one place are the same bytes, and all of them and the last state are those of
 the reference; or a record has announced the same data, which every epoch then has, each sample
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import TYPE_CHECKING
 
 from tests.campaign.check import compared
@@ -22,10 +23,12 @@ from tests.campaign.watch import Scene, place_of
 from tests.chaos import faults
 from tests.chaos.drive import ORDERLY, REFUSALS
 from tests.chaos.faults import CATALOGUE, OLDER, REFUSED, SAME_DATA
+from trainckpt.format.names import ATTEMPTS
 from trainckpt.run_directory.run_url import open_run_tier
 from trainckpt.snapshot.attempt_history import read_attempts, run_id
 from trainckpt.snapshot.catalog import read_catalog
 from trainckpt.snapshot.verify import verify
+from trainckpt.storage.local import STALE_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,12 +44,11 @@ OURS = ("internal error", "a bug of trainckpt")
 
 def verdict(play: Play, reference: Path) -> tuple[str, str]:
     """The verdict, and what is wrong."""
-    permits = {word for e in play.attempts for name in e.faults for word in CATALOGUE[name].permits}
-    wrong = [
-        f"attempt {number}: {what}"
-        for number, ended in enumerate(play.attempts, 1)
-        for what in _attempt(play, ended, permits)
-    ]
+    permits: set[str] = set()
+    wrong = []
+    for number, ended in enumerate(play.attempts, 1):
+        permits |= {word for name in ended.faults for word in CATALOGUE[name].permits}
+        wrong += [f"attempt {number}: {what}" for what in _attempt(play, ended, permits)]
     wrong += [what for n in range(len(play.attempts) - 1) for what in _lost_work(play, n)]
     hit = {name for ended in play.attempts for name in ended.faults}
     if play.room.survivors and any(CATALOGUE[name].ends >= faults.DEATH for name in hit):
@@ -108,11 +110,13 @@ def _began(play: Play, ended: Ended, permits: set[str]) -> Iterator[str]:
     committed = ended.before[1]
     if not committed or not ended.attempt_lines:
         return
+    exact = [snapshot for snapshot in committed if snapshot not in ended.inexact]
+    newest = (exact or committed)[-1].place
     place = ended.attempt_lines[0]["resumed_from"]
     if place is None:
-        yield f"began at the first step, though {committed[-1].place} was committed"
-    elif (place["step"], place["micro"]) < committed[-1].place and not permits & {OLDER, SAME_DATA}:
-        yield f"went on from {place}, though {committed[-1].place} was committed"
+        yield f"began at the first step, though {newest} was committed"
+    elif (place["step"], place["micro"]) < newest and OLDER not in permits:
+        yield f"went on from {place}, though {newest} was committed"
 
 
 def _announced(play: Play) -> bool:
@@ -122,14 +126,16 @@ def _announced(play: Play) -> bool:
 def _left_behind(play: Play) -> Iterator[str]:
     run, foreign = play.places.run, set(play.foreign)
     for file in run.rglob(".tmp-*"):
-        yield f"{file.relative_to(run)} was left behind"
+        if not (file.parent == run / ATTEMPTS and time.time() - file.stat().st_mtime < STALE_S):
+            yield f"{file.relative_to(run)} was left behind"  # a later attempt removes those
     for folder in (run / "snapshots").glob("*"):
         if folder not in foreign and not (folder / "manifest.json").exists():
             yield f"snapshots/{folder.name} has no manifest, and was left behind"
     for host in range(play.room.hosts):
         memory = play.stage.memory_of(play.room, host)
-        names = [str(f.relative_to(memory)) for f in memory.glob("trainckpt-*/*")]
+        names = sorted(str(f.relative_to(memory)) for f in memory.glob("trainckpt-*/*"))
         if names:
+            names += [str(f.relative_to(memory)) for f in memory.glob("trainckpt-*/*/**/*")][:9]
             yield f"shared memory of host {host} still holds {names}"
 
 

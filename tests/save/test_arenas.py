@@ -64,6 +64,21 @@ def test_a_run_that_is_finished_gives_back_what_it_had_before_it_took_another_ki
     assert not place.root.exists()
 
 
+def test_a_run_that_is_finished_gives_back_what_an_earlier_attempt_left(tmp_path):
+    """Such as copies of another host's files, which no rank has opened since."""
+    place = SharedMemoryDir.of(str(tmp_path))
+    left = place.open_arena(place.root / "arenas" / "copy00001.0")
+    left.reserve(MB)
+    left.publish("snapshots/s7~1.7", "rank00001.safetensors")
+    left.close()
+    assert place.folders() == ["snapshots/s7~1.7"]
+    for rank in (1, 0):
+        arenas = Arenas(str(tmp_path), rank, [0, 1])
+        arenas.memory(MB)
+        arenas.close(keep=False)
+        assert place.root.exists() == (rank == 1)
+
+
 def test_memory_of_the_kind_before_goes_once_the_newest_snapshot_stands_in_the_other(
     tmp_path, monkeypatch
 ):

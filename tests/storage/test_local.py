@@ -39,6 +39,17 @@ def test_a_key_is_written_once_and_replaced_whole(tier):
     assert tier.read("k", max_bytes=9) == b"newer"
 
 
+def test_what_killed_writers_have_left_is_removed_once_it_is_old(tier):
+    for key, age_s in (("1.json", 900), (".tmp-old", 601), (".tmp-new", 599), ("2.json", 0)):
+        tier.replace(f"attempts/{key}", b"x")
+        at_s = 2e9 - age_s
+        os.utime(tier.root / "attempts" / key, (at_s, at_s))
+    tier.remove_stale("attempts")
+    tier.remove_stale("nothing here")
+    left = sorted(path.name for path in (tier.root / "attempts").iterdir())
+    assert left == [".tmp-new", "1.json", "2.json"]
+
+
 def test_one_of_many_creators_wins(tier):
     barrier, won = threading.Barrier(8), []
 

@@ -16,7 +16,6 @@ others, so all ranks raise the same one.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import time
@@ -39,7 +38,7 @@ from trainckpt.errors import (
 )
 from trainckpt.format.attempt_record import FAILED, AttemptRecord
 from trainckpt.format.attempt_times import TIMES
-from trainckpt.format.names import SnapshotName
+from trainckpt.format.names import ATTEMPTS, SnapshotName
 from trainckpt.ranks import store
 from trainckpt.ranks.store import RANKS_TIMEOUT_S, gather_or_raise
 from trainckpt.resume import candidate_order as choices
@@ -58,6 +57,7 @@ from trainckpt.run_directory.validate import (
 )
 from trainckpt.snapshot import attempt_history, catalog
 from trainckpt.snapshot import attempt_history as attempt_records
+from trainckpt.storage.local import LocalTier
 from trainckpt.storage.shared_memory import SharedMemoryDir
 
 if TYPE_CHECKING:
@@ -299,6 +299,9 @@ def _look(
     seen.update(before)
     facts |= before_fact(tier, before)
     record = attempt_records.claim(tier, lambda n: AttemptRecord(n, facts=facts), newest)
+    if isinstance(tier, LocalTier):
+        with suppress(TrainckptError):
+            tier.remove_stale(ATTEMPTS)
     try:
         choice = _choose(reach, run, before, mode)
         for name in choice.candidates:  # readers would ignore every save that descends from it
@@ -360,7 +363,7 @@ def record_refusal(tier: Tier, record: AttemptRecord, error: BaseException, seco
         "exit_code": code if isinstance(code, int) else 1,
         "reason": repr(error)[:500],
     }
-    with contextlib.suppress(TrainckptError):
+    with suppress(TrainckptError):
         written = attempt_records.read_attempt(tier, record.attempt) or record
         attempt_records.replace(tier, written.with_(outcome=outcome))
 

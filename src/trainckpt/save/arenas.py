@@ -292,9 +292,10 @@ class Arenas:
         self._close()
         self.device_copier.close()
         if not keep and self._memory_dir is not None:
-            self._memory_dir.give_back(self._rank)  # arenas used before another kind was chosen
-            if not self._memory_dir.folders():
-                self._memory_dir.remove()
+            if self._rank == self._ranks[0]:
+                self._memory_dir.remove()  # and what earlier attempts left, which no rank opened
+            else:
+                self._memory_dir.give_back(self._rank)  # of a kind used before another was chosen
 
     def _reserve_arena(self, kind: str, num_bytes: int, number: int) -> Arena | None:
         """Return a reserved arena that may be overwritten; None if the system refuses it."""

@@ -172,6 +172,7 @@ if os.name != "nt":
 
 
 TEMPORARY = ".tmp-"
+STALE_S = 600.0  # a temporary file so much older than the newest file was left by a killed writer
 UNFINISHED = f"{TEMPORARY}copy-"  # prefix of new bytes of an existing file
 CREATING = ("write", "create")  # verbs of `translated` with a missing folder, not a missing file
 MOST_FOLDERS = 50  # remembered as synced; a forgotten one is synced once more
@@ -311,6 +312,19 @@ class LocalTier:
         with translated("remove", path), contextlib.suppress(FileNotFoundError):
             self.disk.remove(path)
             self.disk.sync_folder(path.parent)
+
+    def remove_stale(self, folder: str) -> None:
+        """Remove the temporary files of killed writers from `folder`.
+
+        Those ten minutes older than the newest file there, by the clock of the file system.
+        """
+        path = self._path(folder)
+        with translated("remove", path), contextlib.suppress(FileNotFoundError):
+            written_s = {entry: entry.lstat().st_mtime for entry in path.iterdir()}
+            newest_s = max(written_s.values(), default=0.0)
+            for entry, at_s in written_s.items():
+                if entry.name.startswith(TEMPORARY) and newest_s - at_s > STALE_S:
+                    self.disk.remove(entry)
 
     def make_folder(self, folder: str) -> tuple[Path, ...]:
         """Make `folder` durably ("" is the tier's root); return the folders made, top first."""
