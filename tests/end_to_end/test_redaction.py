@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainckpt.attempt.launch import redact_environment
-from trainckpt.storage.redact import redact_arguments, redact_text
+from trainckpt.storage.redact import one_line, redact_arguments, redact_text
 
 
 @pytest.mark.parametrize(
@@ -78,3 +78,10 @@ def test_a_container_of_azure_is_no_secret():
 
 def test_the_token_of_a_hub_is_redacted_as_an_argument():
     assert redact_arguments(["env", "HF_TOKEN=s3cr3t"]) == ["env", "HF_TOKEN=<redacted>"]
+
+
+def test_a_line_to_show_has_no_secret_no_line_break_and_no_escape():
+    text = "\x1b[31mtoken=abcdef\r\nwas \x07refused\x1b[0m by s3://me:pw@host/x"
+    shown = one_line(text)
+    assert shown == "token=<redacted>  was  refused by s3://<redacted>@host/x"
+    assert len(one_line("x" * 9999)) == 500

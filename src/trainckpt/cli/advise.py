@@ -46,7 +46,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         _draw(recommended, arguments.plot)
     if arguments.json:
-        output.document(_to_json(recommended, arguments.gpu_hour))
+        output.document(to_json(recommended, arguments.gpu_hour))
         return 0
     rows = [(each.option, each.value, each.reason) for each in recommended.options]
     output.table(COLUMNS, rows)
@@ -128,7 +128,8 @@ def _sentences(recommended: Recommendation, gpu_hour: float | None) -> list[str]
     return sentences
 
 
-def _to_json(recommended: Recommendation, gpu_hour: float | None) -> dict[str, Any]:
+def to_json(recommended: Recommendation, gpu_hour: float | None) -> dict[str, Any]:
+    """Return the document of `trainckpt advise --json`."""
     loss, plan = recommended.plan.loss, recommended.plan
     hours = recommended.lost_share * recommended.gpus * DAY_HOURS
     levels = [

@@ -32,6 +32,7 @@ VERBS = {
     "resume": "launch a run's recorded command again, from its newest usable checkpoint",
     "pause": "save and stop a live run, and wait until it has stopped",
     "status": "tell how a run is: alive or not, its step and pace, and its newest checkpoints",
+    "report": "report on a run: attempts, checkpoints, goodput, failures and advice",
     "list": "list the checkpoints (snapshots) of a run, and why others are refused",
     "show": "show one checkpoint: tensors, cursor and origin",
     "verify": "read and check every byte of a run's checkpoints, naming each bad file",
@@ -54,6 +55,7 @@ VERBS = {
 READERS = ("resume", "show", "verify", "export", "diff", "rewrap", "prove")
 ONLY_TELL = (
     "status",
+    "report",
     "list",
     "show",
     "config",

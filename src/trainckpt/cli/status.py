@@ -120,23 +120,24 @@ def _looks(run: str, every_s: float) -> Iterator[RunStatus]:
 
 def render(status: RunStatus) -> RenderableType:
     """Return the status for people."""
-    parts: list[RenderableType] = [Text(), _headline(status), Text(), _facts(status)]
+    parts: list[RenderableType] = [Text(), headline(status), Text(), _facts(status)]
     if status.tiers:
         parts += [Text(), _tiers(status)]
     if status.account.wall_s > 0:
-        parts += [Text(), *_times(status)]
+        parts += [Text(), *times_of(status)]
     return Group(*parts)
 
 
-def _headline(status: RunStatus) -> Text:
+def headline(status: RunStatus) -> Text:
+    """Return the run and its state, in one line."""
     head = Text("  ")
     head.append(status.run, style="bold")
     head.append("  ")
-    head.append(_state(status), style=COLORS.get(status.state, "bold"))
+    head.append(state_of(status), style=COLORS.get(status.state, "bold"))
     return head
 
 
-def _state(status: RunStatus) -> str:
+def state_of(status: RunStatus) -> str:
     """Return in words whether it is alive, and since when."""
     since_s = None if status.since is None else max(status.when - status.since, 0.0)
     ago = "" if since_s is None else f" {output.duration(since_s)} ago"
@@ -161,7 +162,7 @@ def _facts(status: RunStatus) -> Table:
 
 def _rows(status: RunStatus) -> Iterator[tuple[str, RenderableType]]:
     if status.attempt:
-        ranks = "" if status.world is None else f", {_count(status.world, 'rank')}"
+        ranks = "" if status.world is None else f", {counted(status.world, 'rank')}"
         hosts = f" on {', '.join(status.hosts[:4])}" if status.hosts else ""
         more = f" and {len(status.hosts) - 4} more" if len(status.hosts) > 4 else ""
         code = "" if status.exit_code is None else f", exit code {status.exit_code}"
@@ -286,7 +287,7 @@ def _tiers(status: RunStatus) -> Table:
 
 def _tier(tier: TierNow) -> tuple[str, str, str]:
     age = "" if tier.age_s is None else output.duration(tier.age_s)
-    behind = "" if tier.lag_steps is None else _count(tier.lag_steps, "step")
+    behind = "" if tier.lag_steps is None else counted(tier.lag_steps, "step")
     newest = tier.snapshot or ("?" if tier.why_not else "-")
     return escape(newest), age, behind
 
@@ -306,20 +307,20 @@ def _copies(tier: TierNow, uploads: dict[str, UploadNow]) -> str:
     if copies.skipped:
         said.append(f"{copies.skipped} left out")
     if copies.failed:
-        said.append(f"[yellow]{_count(copies.failed, 'failure')}[/yellow]")
+        said.append(f"[yellow]{counted(copies.failed, 'failure')}[/yellow]")
     if copies.trouble:
         said.append(f"[yellow]{escape(copies.trouble)}[/yellow]")
     return ", ".join(said)
 
 
-def _times(status: RunStatus) -> Iterator[RenderableType]:
+def times_of(status: RunStatus) -> Iterator[RenderableType]:
     """Yield where the time went: a line, a bar, and a legend."""
     account = status.account
     share = 100 * (account.goodput or 0.0)
-    attempts = _count(len(account.attempts), "attempt")
+    attempts = counted(len(account.attempts), "attempt")
     line = f"{output.duration(account.wall_s)} in {attempts}, {share:.1f} % of it training"
     if account.repeated.steps:
-        line += f", {_count(account.repeated.steps, 'step')} trained again"
+        line += f", {counted(account.repeated.steps, 'step')} trained again"
     yield Text(f"  {line}")
     spent = {name: seconds for name, seconds in account.buckets.items() if seconds > 0}
     yield _StackedBar(spent)
@@ -365,5 +366,6 @@ class _Legend:
         yield line
 
 
-def _count(number: int, word: str) -> str:
+def counted(number: int, word: str) -> str:
+    """Return a number of things: `3 steps`, `1 step`."""
     return f"{number:,} {word}" + ("" if number == 1 else "s")

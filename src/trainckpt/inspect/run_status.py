@@ -23,15 +23,16 @@ from trainckpt.errors import TrainckptError
 from trainckpt.format import names
 from trainckpt.format.attempt_times import NOTHING, TrainedCount
 from trainckpt.format.names import SnapshotName
-from trainckpt.run_directory.run_tiers import RunTiers, open_everywhere
+from trainckpt.run_directory.run_tiers import open_everywhere
 from trainckpt.run_directory.run_url import open_run_tier
-from trainckpt.storage.redact import redact_text
+from trainckpt.storage.redact import one_line, redact_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from trainckpt.attempt.live_status import SavingNow
     from trainckpt.format.attempt_record import AttemptRecord
+    from trainckpt.run_directory.run_tiers import RunTiers
     from trainckpt.snapshot.catalog import Candidate
     from trainckpt.storage.base import RunTier
 
@@ -120,11 +121,22 @@ def read_status(run: str) -> RunStatus:
         NothingToResume: there is no run.
         TierUnavailable: its place refused.
     """
-    everywhere, tier = open_everywhere(run), open_run_tier(run)
+    everywhere = open_everywhere(run)
+    return status_of(everywhere, open_run_tier(run), everywhere.candidates())
+
+
+def status_of(everywhere: RunTiers, tier: RunTier, candidates: Sequence[Candidate]) -> RunStatus:
+    """Return how a run is now, from what was read of it.
+
+    Args:
+        everywhere: The run and its tiers.
+        tier: Its place.
+        candidates: Its snapshots, newest first.
+    """
     records = everywhere.records
     status = RunStatus(run=tier.url, when=time.time())
     if not records:
-        return replace(status, tiers=_tiers(everywhere, status))
+        return replace(status, tiers=_tiers(everywhere, candidates, status))
     record = records[max(records)]
     times = times_left(tier, record)
     status = replace(
@@ -137,7 +149,7 @@ def read_status(run: str) -> RunStatus:
             status = replace(status, since=times.began)
         elif record.outcome is None:
             status = replace(status, since=times.began + times.seconds)
-    return replace(status, tiers=_tiers(everywhere, status))
+    return replace(status, tiers=_tiers(everywhere, candidates, status))
 
 
 def _of_attempt(status: RunStatus, tier: RunTier, record: AttemptRecord) -> RunStatus:
@@ -155,13 +167,13 @@ def _of_attempt(status: RunStatus, tier: RunTier, record: AttemptRecord) -> RunS
     step_s = live.step_s if live is not None else None
     return replace(
         status,
-        state=ALIVE if is_alive else str(outcome.get("outcome") or DEAD),
+        state=ALIVE if is_alive else one_line(outcome.get("outcome") or DEAD),
         attempt=record.attempt,
         since=since,
         beat_age_s=age_s,
-        reason=str(facts.get("damaged") or outcome.get("reason") or ""),
+        reason=one_line(facts.get("damaged") or outcome.get("reason") or ""),
         exit_code=outcome.get("exit_code"),
-        hosts=tuple(sorted({str(host) for host in hosts})) if isinstance(hosts, list) else (),
+        hosts=tuple(sorted({one_line(host) for host in hosts})) if isinstance(hosts, list) else (),
         world=world if type(world) is int else None,
         steps_per_s=1 / step_s if step_s else None,
         live=live,
@@ -183,9 +195,10 @@ def _written(tier: RunTier, saving: SavingNow | None) -> int | None:
     return int(saving.num_bytes * min(found / saving.file_bytes, 1.0))
 
 
-def _tiers(everywhere: RunTiers, status: RunStatus) -> tuple[TierNow, ...]:
+def _tiers(
+    everywhere: RunTiers, candidates: Sequence[Candidate], status: RunStatus
+) -> tuple[TierNow, ...]:
     """Return the newest snapshot of each tier, memory first."""
-    candidates = everywhere.candidates()
     rows = _in_memory(candidates, status)
     for tier in (*everywhere.tiers, *everywhere.empty):
         newest = next((c for c in candidates if c.usable and tier.name in c.tiers), None)
@@ -194,7 +207,7 @@ def _tiers(everywhere: RunTiers, status: RunStatus) -> tuple[TierNow, ...]:
     if all(row.tier != LOCAL for row in rows):
         rows.append(TierNow(tier=LOCAL, url=everywhere.run_tier.url))
     for name, reason in everywhere.silent.items():
-        rows.append(TierNow(tier=name, why_not=reason))
+        rows.append(TierNow(tier=name, why_not=one_line(reason)))
     return tuple(rows)
 
 

@@ -46,6 +46,7 @@ _PAIR = re.compile(
     r"(?:[\"']\s*[=:]\s*[\"']?|[=:](?=\S)[\"']?))[^\s\"'&,;}\]]+",
     re.IGNORECASE,
 )
+_ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")  # of terminals
 _BEARER = re.compile(r"\b((?:Bearer|Basic)\s+)[-\w.~+/=]{8,}", re.IGNORECASE)
 # A user, with or without a password; but Azure's abfs://container@account holds neither.
 _URL_SECRET = re.compile(
@@ -68,6 +69,12 @@ def redact_text(text: str) -> str:
     text = _PAIR.sub(rf"\g<1>{REDACTED}", text)
     text = _BEARER.sub(rf"\g<1>{REDACTED}", text)
     return _KNOWN_KEY.sub(REDACTED, text)
+
+
+def one_line(text: object, longest: int = 500) -> str:
+    """Return a text to show in one line: no secrets, and nothing that moves a terminal's cursor."""
+    shown = _ESCAPES.sub("", str(text)[: 4 * longest])
+    return redact_text("".join(each if each.isprintable() else " " for each in shown))[:longest]
 
 
 def redact_arguments(argv: Sequence[str]) -> list[str]:
