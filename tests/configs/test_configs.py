@@ -3,7 +3,7 @@
 A real Slurm is given the scripts for it in tests/slurm, a real Kubernetes its Job in
 tests/kubernetes. Here Jobs of Kubernetes are held against the schemas of its API, HTCondor itself
 makes a job of the submit file (`condor_jobs.py`), and systemd looks at the unit. What stands around
-the Job in a JobSet is written down here; of SkyPilot's file only the policy is looked at.
+the Job in a JobSet is written down here; SkyPilot's task is played in tests/preemption.
 """
 
 from __future__ import annotations
@@ -140,6 +140,16 @@ def test_a_job_set_starts_again_as_a_whole_uncounted_after_a_stop_of_any_pod():
 def test_sky_pilot_recovers_from_a_stop():
     recovery = yaml.safe_load(text_of("skypilot.yaml"))["resources"]["job_recovery"]
     assert recovery["recover_on_exit_codes"] == [AGAIN]
+
+
+def test_the_page_on_spot_machines_shows_sky_pilot_s_task_as_it_is():
+    task = "".join(
+        line
+        for line in text_of("skypilot.yaml").splitlines(keepends=True)
+        if not line.startswith("#")
+    )
+    page = (CONFIGS.parent / "docs" / "spot.md").read_text(encoding="utf-8")
+    assert f"```yaml\n{task}```\n" in page
 
 
 def test_condor_takes_a_stop_for_a_checkpoint_and_keeps_the_place():
