@@ -8,6 +8,7 @@ references, and the other nineteen are long.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -91,3 +92,18 @@ def test_the_table_counts_a_fault_in_every_room_of_its_case():
     assert rows[2].split()[:2] == ["SIGTERM", "0"]
     assert next(row for row in rows if row.startswith("SIGKILL")).split()[1] == "2"
     assert "4 faults in all" in rows
+
+
+@on_a_stage
+@pytest.mark.long
+def test_a_soak_of_a_minute_ends_as_its_reference(tmp_path):
+    soaked = subprocess.run(
+        [sys.executable, "-m", "tests.chaos.soak", "--for", "1m", "--json", tmp_path / "soak.json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=5 * HANG_S,
+        check=False,
+    )
+    assert soaked.returncode == 0, soaked.stdout + soaked.stderr
+    assert json.loads((tmp_path / "soak.json").read_text())["wrong"] == []

@@ -8,5 +8,6 @@ stage.py    what cases run on: warm servers, hosts, the disk, an object store be
 attempt.py  one attempt: ranks on their hosts, or `trainckpt run`
 drive.py    draw and play a case: launch, let faults happen, launch again until the run is over
 judge.py    exact, same data as announced, refused as promised, or failed
+soak.py     one long run that a fault hits every 20 s on the average
 report.py   one line a case, and the table of faults and rooms
 """

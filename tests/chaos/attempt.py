@@ -62,7 +62,17 @@ class Places:
 class Attempt:
     """Processes, by rank; or the one that launches them."""
 
-    def __init__(self, stage: Stage, room: Room, places: Places, number: int, *, restarts: int):
+    def __init__(
+        self,
+        stage: Stage,
+        room: Room,
+        places: Places,
+        number: int,
+        *,
+        restarts: int,
+        pace_s: float = PACE_S,
+    ) -> None:
+        self._pace_s = pace_s
         self._stage, self._room, self._places = stage, room, places
         stage.begin(room)
         self._known = set(launch.process_groups())
@@ -117,7 +127,7 @@ class Attempt:
         found = {
             "TRAINCKPT_MEMORY": str(memory),
             "TRAINCKPT_CACHE": str(places.folder / "cache"),
-            "CHAOS_PACE_S": str(PACE_S),
+            "CHAOS_PACE_S": str(self._pace_s),
             "CHAOS_CLOCK": str(places.clock),
             GATE: f"{last},{self.gate}",
             "CHAOS_GATE": f"{last},{self.gate}",

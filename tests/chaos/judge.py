@@ -61,7 +61,7 @@ def verdict(play: Play, reference: Path) -> tuple[str, str]:
         if refused and REFUSED in permits:
             return REFUSED, ""
         return FAILED, f"the run did not finish: {last.codes} after {len(play.attempts)} attempts"
-    wrong += [*_left_behind(play), *_unsound(play)]
+    wrong += [*left_behind(play), *unsound(play)]
     scene, right = play.scene, Scene(reference, play.room.ranks)
     different = [w for rank in range(play.room.ranks) for w in compared(rank, scene, right)]
     announced = _announced(play)
@@ -123,7 +123,8 @@ def _announced(play: Play) -> bool:
     return any(MARK.search(ended.log) for ended in play.attempts)
 
 
-def _left_behind(play: Play) -> Iterator[str]:
+def left_behind(play: Play) -> Iterator[str]:
+    """What a finished run has left half written, or in memory."""
     run, foreign = play.places.run, set(play.foreign)
     for file in run.rglob(".tmp-*"):
         if not (file.parent == run / ATTEMPTS and time.time() - file.stat().st_mtime < STALE_S):
@@ -139,7 +140,7 @@ def _left_behind(play: Play) -> Iterator[str]:
             yield f"shared memory of host {host} still holds {names}"
 
 
-def _unsound(play: Play) -> Iterator[str]:
+def unsound(play: Play) -> Iterator[str]:
     """Every byte of what is committed in the run directory, unless rot was put there."""
     hits = {name for ended in play.attempts for name, _, _ in ended.hits}
     if "bit in the run" in hits:
