@@ -59,8 +59,8 @@ class Fault:
 
     @property
     def halts(self) -> bool:
-        """Whether somebody may wait for its end for ever."""
-        return self.end in (wake, go_on_store, new_store) or HOLD in self.how
+        """Whether somebody waits for its end, or tries again for longer than a case may take."""
+        return self.end in (wake, go_on_store, new_store, open_doors)
 
     def begin(self, play: Play) -> str:
         """Let it happen; return where it hit, or "" if there was nothing to hit."""

@@ -89,6 +89,8 @@ def _attempt(play: Play, ended: Ended, permits: set[str]) -> Iterator[str]:
     explained = {code for name in ended.faults for code in CATALOGUE[name].ends}
     if ended.ended_by_driver:
         explained |= faults.DEATH | {None}
+    if set(ended.codes) & explained & faults.STOP:
+        explained |= faults.DEATH  # others follow a rank that no snapshot could save yet
     if _rolled_back(play, ended):
         explained |= {65}
     for code in set(ended.codes) - set(ORDERLY) - explained:

@@ -44,6 +44,7 @@ from trainckpt.data.randomness import changed_since, packed_rng, set_main_rng
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from multiprocessing.process import BaseProcess
+    from types import FrameType
 
 
 # ---- signals: keep the job's signals from killing workers
@@ -168,6 +169,29 @@ def _forget_pids(key: int) -> None:
     # or torch's SIGCHLD handler raises "DataLoader worker is killed by signal" in the main thread
     with suppress(ValueError):  # torch forgot them itself
         _remove_worker_pids(key)
+
+
+@contextmanager
+def survive_worker_deaths() -> Iterator[None]:
+    """Let no death of a loader worker interrupt the block, which needs no more batches.
+
+    torch's handler of SIGCHLD raises RuntimeError in the main thread, wherever that is.
+    """
+    number = getattr(signal, "SIGCHLD", 0)
+    handler = signal.getsignal(number) if number else None
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        with suppress(RuntimeError):
+            handler(signum, frame)
+
+    signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        signal.signal(number, handler)
 
 
 # ---- randomness, sent home with each batch

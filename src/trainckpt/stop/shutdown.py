@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.log import exit_code_of, logger
 from trainckpt.attempt.status_files import LEFT, RETURNED
+from trainckpt.data.worker import survive_worker_deaths
 from trainckpt.errors import NoAgreement, Stopped, TrainckptError, UnusableSnapshot
 from trainckpt.format.attempt_record import ENDED, FAILED, FINISHED, KILLED, STOPPED
 from trainckpt.preemption import kubernetes
@@ -123,6 +124,7 @@ class Shutdown:
         which is no part of the attempt."""
         return self._left or os.getpid() != self._pid
 
+    @survive_worker_deaths()
     def stop(self, cursor: Cursor, due: Decision) -> bool:
         """Stop here on all ranks. Raise `Stopped`, or return False with `on_stop="return"`.
 
