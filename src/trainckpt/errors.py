@@ -107,9 +107,19 @@ class NoAgreement(TrainckptError):
 
 
 class SaveFailed(TrainckptError):
-    """A save did not commit. Older snapshots stand; training goes on."""
+    """A save did not commit. Older snapshots stand; training goes on.
+
+    Attributes:
+        kind: Kind of the reason, one of `KINDS`.
+    """
+
+    KINDS = ("full", "storage", "ranks", "state", "deadline", "other")
 
     exit_code = 74
+
+    def __init__(self, message: str, *, hint: str = "", kind: str = "other") -> None:
+        super().__init__(message, hint=hint)
+        self.kind = kind if kind in self.KINDS else "other"
 
 
 # Exit codes without an error: a stop by default, and 128 + SIGINT, as shells say it.

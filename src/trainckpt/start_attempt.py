@@ -26,6 +26,9 @@ from trainckpt.errors import ConfigurationError
 from trainckpt.format.changes import RECORDED_CHANGES
 from trainckpt.gc_pause import gc_paused
 from trainckpt.inspect.load import put
+from trainckpt.metrics import publisher
+from trainckpt.metrics.publisher import MetricsPublisher
+from trainckpt.metrics.run_readings import RunReadings
 from trainckpt.ranks.store import RANKS_TIMEOUT_S, connect
 from trainckpt.ranks.world import agree_on_name
 from trainckpt.replicate import compile_cache, uploads
@@ -186,6 +189,7 @@ def _begin(context: RankContext, mode: str) -> ResumePoint:
             hint='give init_from="RUN", or leave them out',
         )
     compile_cache.check(options)
+    publisher.check(options.metrics)
     recipients = encryption.check(options)
     context.registry.exclude(options.exclude)
     reach = TierSet(
@@ -312,6 +316,7 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
     if manifest is not None:
         saver.replication.begin_from([context.tier, *context.slower.tiers], manifest)
     saver.uploads.start()
+    _publish_metrics(context, beginning, record_writer, saver, schedule)
     _keep_compile_cache(context, beginning, shutdown, reaches)
     weight_check = _build_weight_check(context, beginning, record_writer, report)
     return Attempt(
@@ -325,6 +330,33 @@ def _build(context: RankContext, beginning: ResumePoint) -> Attempt:
         observers=_build_observers(context, beginning, record_writer, report),
         survival=survival,
     )
+
+
+def _publish_metrics(
+    context: RankContext,
+    beginning: ResumePoint,
+    record_writer: RecordWriter,
+    saver: SaveCoordinator,
+    schedule: SaveSchedule,
+) -> None:
+    """Publish metrics of the attempt from rank 0, if the options say where."""
+    target, manifest = context.options.metrics, beginning.manifest
+    if target is None or context.world.rank != 0:
+        return
+    readings = RunReadings(
+        tier=context.tier,
+        record_writer=record_writer,
+        timings=context.timings,
+        saver=saver,
+        schedule=schedule,
+        status=context.listener.live_status,
+        grace_s=context.listener.grace_s,
+        durable=context.slower.durable,
+        begun_from=None if manifest is None else (str(manifest.name), manifest.created),
+        damaged=beginning.damaged,
+    )
+    context.listener.metrics = metrics = MetricsPublisher(target, readings, context.tier.url)
+    metrics.start()
 
 
 def _keep_compile_cache(

@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainckpt.attempt.metrics_target import MetricsTarget, parse_metrics_target
 from trainckpt.errors import START_AGAIN, ConfigurationError
 from trainckpt.format.changes import KINDS, Choices, parse_choices
 from trainckpt.format.duration import parse_duration
@@ -107,6 +108,7 @@ class Options:
         accept_older: Go on although a tier that does not answer may hold a newer snapshot.
         redundancy: Replicas of each rank's file in the memory of other hosts.
         failure_domain: Name of this host's failure domain, such as a rack; None: the host itself.
+        metrics: Where rank 0 publishes metrics of the run; None: nowhere.
         survivors: Save on the ranks left when others die, and when a rank counts as dead.
         memory_every: When to save to memory alone, between saves to the run directory.
         encrypt_to: Recipients of encrypted snapshots, or files of recipients; none: no encryption.
@@ -142,6 +144,7 @@ class Options:
     identity: str | None
     compile_cache: str
     survivors: Patience
+    metrics: MetricsTarget | None
     origins: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -380,6 +383,11 @@ TABLE: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
     ),
     "identity": (None, _text_or_none, 'the file that `trainckpt keygen` wrote, or "none"'),
     "compile_cache": (THIS_HOST, _one_of(THIS_HOST, THROUGH_TIERS), '"host" or "tiers"'),
+    "metrics": (
+        None,
+        _unless_none(parse_metrics_target),
+        '"textfile:/folder", "http:127.0.0.1:9464", "otlp:http://host:4318" or "none"',
+    ),
 }
 
 _PREFIX, LIKENESS = "TRAINCKPT_", 0.8

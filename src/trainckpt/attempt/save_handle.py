@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from trainckpt.errors import ConfigurationError, SaveFailed, TrainckptError
 
@@ -202,6 +202,23 @@ class SaveHandle:
         return threading.get_ident() == self._training_thread
 
 
+class SaveStages(NamedTuple):
+    """Seconds of one save's parts, which follow each other.
+
+    Attributes:
+        stage_s: Until the state was in memory; None: it was written from where it lay.
+        persist_s: Until this rank's file was on stable storage.
+        commit_s: Until the snapshot was committed.
+    """
+
+    stage_s: float | None = None
+    persist_s: float = 0.0
+    commit_s: float = 0.0
+
+
+NOT_MEASURED = SaveStages()
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommitEvent:
     """A snapshot that was just committed, as each rank's subscribers get it. Saving thread.
@@ -214,6 +231,7 @@ class CommitEvent:
         num_bytes: Bytes of the whole state, not of this rank's part.
         seconds: Time from the save's beginning to the commit.
         is_final: The attempt ends with this save.
+        stages: Its parts.
     """
 
     manifest: Manifest
@@ -224,3 +242,4 @@ class CommitEvent:
     num_bytes: int
     seconds: float
     is_final: bool
+    stages: SaveStages = NOT_MEASURED

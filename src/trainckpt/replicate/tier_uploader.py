@@ -285,6 +285,10 @@ class TierUploader:
         busy: Full name of the snapshot that is being copied.
         seconds_per_byte: Per byte of one rank's files, from the last upload; None before the first.
         skipped, failed: Number of snapshots left out for newer ones; number of failed tries.
+        every: Interval of copies that no call asked for; None: always.
+        created: Rank 0: when `newest` was taken, by the wall clock; None: unknown.
+        written_bytes: Rank 0: bytes of all snapshots that were copied there.
+        damaged: Number of snapshots given up since a copy in the run directory is damaged.
     """
 
     def __init__(
@@ -298,12 +302,13 @@ class TierUploader:
         begun_step: int = 0,
     ) -> None:
         """`every`: interval of copies that no call asked for; None: always."""
-        self.tier = tier
+        self.tier, self.every = tier, every
         self._queue = UploadQueue(every, begun_step, time.monotonic())
         self.newest: str | None = None
         self.busy: str | None = None
         self.seconds_per_byte: float | None = None
-        self.skipped = self.failed = 0
+        self.skipped = self.failed = self.written_bytes = self.damaged = 0
+        self.created: float | None = None
         self._work, self._is_durable = work, is_durable
         world = work.channel.world
         self._rank, self._size = world.rank, world.size
@@ -462,7 +467,8 @@ class TierUploader:
         tagged = [c for c in usable[1:] if c.manifest is not None and c.manifest.tags]
         lacking = [c for c in (*usable[:1], *tagged) if not upload.holds(self.tier, c.name)]
         if usable and usable[0] not in lacking:
-            self.newest = str(usable[0].name)
+            self.newest, found = str(usable[0].name), usable[0].manifest
+            self.created = None if found is None else found.created
         with self._changed:
             for candidate in lacking:
                 tags = candidate.manifest.tags if candidate.manifest is not None else ()
@@ -537,7 +543,7 @@ class TierUploader:
 
     def _commit(self, manifest: Manifest, data: bytes) -> None:
         upload.commit_copy(self.tier, manifest, data)
-        self.newest = str(manifest.name)
+        self.newest, self.created = str(manifest.name), manifest.created
         self._work.record_writer.set_fact(COMMITS, self.tier.name, self.newest)
         try:
             self._prune()
@@ -614,12 +620,14 @@ class TierUploader:
             self._done.clear()
             if self._rank == 0:
                 self.seconds_per_byte = took_s / max(verdict["bytes"] / self._size, 1)
+                self.written_bytes += verdict["bytes"]
                 logger.debug("%s is in %s", name, self.tier.name)
                 self._work.record_writer.saves.note_arrival(str(name), self.tier.name)
             self._arrived(name)
             return
         lost = bool(verdict.get("lost"))
         self.failed += 1
+        self.damaged += lost
         if self._rank == 0 and not self._stopping:
             saves = self._work.record_writer.saves
             saves.note_not_kept(str(name), NOT_COPIED, str(error), self.tier.name)

@@ -15,6 +15,7 @@ Whole files are compared with the digests in the manifest, whatever the first fa
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ from trainckpt.resume.host_cache import fetch_together
 from trainckpt.snapshot import catalog
 from trainckpt.snapshot.decrypting_tier import DecryptingTier, KeyRing
 from trainckpt.snapshot.restore import Reader
-from trainckpt.snapshot.verify import check_file, files_of
+from trainckpt.snapshot.verify import MISSING, check_file, files_of
 from trainckpt.state import apply, imported
 from trainckpt.state.captured import VALUES, Saved, parse_values
 from trainckpt.state.destination import Destination
@@ -186,7 +187,7 @@ def _held_by(reader: Reader, donor: int) -> Mapping[str, TensorEntry]:
 
 def find_good_copies(
     ladder: TieredReader, manifest: Manifest | None, channel: RankStore
-) -> tuple[dict[str, int] | None, list[str]]:
+) -> tuple[dict[str, int] | None, list[str], list[str]]:
     """Find the nearest tier with a good copy of each file. Every rank calls it.
 
     Args:
@@ -196,7 +197,8 @@ def find_good_copies(
 
     Returns:
         Key -> number of the tier; None if nothing would be read from elsewhere than it was, or if
-        some file has no good copy. And why each copy that is passed over is not good.
+        some file has no good copy. Why each copy that is passed over is not good. The tier of each
+        damaged one.
 
     Raises:
         TierUnavailable: on all ranks: a file has no good copy where one could look, and some tier
@@ -205,6 +207,7 @@ def find_good_copies(
     mine: dict[str, Any] = {
         "chosen": {},
         "bad": [],
+        "damaged": [],
         "silent": "",
         "lost": manifest is None,
         "other": False,
@@ -216,17 +219,19 @@ def find_good_copies(
             mine["other"] |= mine["chosen"].get(key, 0) != _nearest(ladder, key)
     everyone = channel.gather("copies", mine, RANKS_TIMEOUT_S)
     bad = [reason for answer in everyone for reason in answer["bad"]]
+    damaged = [tier for answer in everyone for tier in answer["damaged"]]
     if any(answer["lost"] for answer in everyone):
         silent = next((answer["silent"] for answer in everyone if answer["silent"]), "")
         if silent:
             raise TierUnavailable(f"{silent}; other tiers: {'; '.join(bad)[:500]}")
-        return None, bad
+        return None, bad, damaged
     if not any(answer["other"] for answer in everyone):
-        return None, bad
+        return None, bad, damaged
     if channel.world.rank == 0:
         for reason in bad[:16]:
             logger.warning("bad copy, not used: %s", reason)
-    return {key: at for answer in everyone for key, at in answer["chosen"].items()}, bad
+    chosen = {key: at for answer in everyone for key, at in answer["chosen"].items()}
+    return chosen, bad, damaged
 
 
 def _nearest(ladder: TieredReader, key: str) -> int:
@@ -245,6 +250,8 @@ def _look(tiers: Sequence[Tier], key: str, file: FileEntry, copies: dict[str, An
             copies["silent"] = why = error.message
         except TrainckptError as error:
             why = error.message
+        else:
+            copies["damaged"] += [tier.name] if why not in ("", MISSING) else []
         if not why:
             copies["chosen"][key] = number
             return
@@ -257,7 +264,7 @@ class ReadCandidate:
     """One rank's state from the snapshot, and a reader for more of it.
 
     `reasons` lists the grounds for refusing it; empty for a usable candidate. `sources` has the
-    bytes of the files read, by tier.
+    bytes of the files read, by tier; `damaged` the copies that did not pass verification.
     """
 
     manifest: Manifest | None = None
@@ -265,6 +272,7 @@ class ReadCandidate:
     reader: Reader | None = None
     reasons: list[str] = field(default_factory=list)
     sources: dict[str, int] = field(default_factory=dict)
+    damaged: dict[str, int] = field(default_factory=dict)
 
 
 def read_candidate(
@@ -294,6 +302,7 @@ def read_candidate(
         StateMismatch: the script's objects differ from the snapshot on any rank.
     """
     chosen: dict[str, int] | None = None
+    damaged = Counter[str]()
     for scope in ("near", "far", "other copies"):
         place = memory if scope == "near" else None
         ladder = TieredReader(tiers, chosen)
@@ -331,6 +340,7 @@ def read_candidate(
         if not reasons or scope == "other copies":
             break
         if from_memory:
+            damaged[MEMORY] += 1
             if channel.world.rank == 0:
                 logger.warning(
                     "%s is damaged in memory, reading it from %s: %s",
@@ -339,10 +349,13 @@ def read_candidate(
                     "; ".join(reasons)[:500],
                 )
             continue
+        if len(tiers) == 1:
+            damaged[tiers[0].name] += any(r["kind"] == "unusable" for r in results)
         if len(tiers) == 1 or chosen is not None:
             break
-        chosen, bad = find_good_copies(ladder, read.manifest, part)
+        chosen, bad, found = find_good_copies(ladder, read.manifest, part)
         reasons += bad
+        damaged.update(found)
         if chosen is None:
             break
     if any(r["kind"] == "tier" for r in results):
@@ -352,7 +365,9 @@ def read_candidate(
         if from_memory or slower:
             sources = "memory" if from_memory else ", ".join(tiers[n].name for n in slower)
             logger.info("%s was read from %s", name, sources)
-    return ReadCandidate(read.manifest, read.saved, read.reader, reasons, _sources(ladder, near))
+    return ReadCandidate(
+        read.manifest, read.saved, read.reader, reasons, _sources(ladder, near), damaged
+    )
 
 
 def _sources(ladder: TieredReader, near: MemoryCachedTier) -> dict[str, int]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -128,6 +129,7 @@ class ResumePoint:
         script: What the script gives, and how it differs from what the snapshot had.
         read_s: Seconds spent on reading and refusing snapshots.
         sources: Tier -> bytes of the files read from it.
+        damaged: Tier -> copies there that did not pass verification.
         before: Rank 0: the records of all attempts before, as it read them.
     """
 
@@ -142,6 +144,7 @@ class ResumePoint:
     script: ScriptChanges | None = None
     read_s: float = 0.0
     sources: Mapping[str, int] = field(default_factory=dict)
+    damaged: Mapping[str, int] = field(default_factory=dict)
     before: Mapping[int, AttemptRecord] = field(default_factory=dict)
 
     @property
@@ -395,6 +398,7 @@ def _try_in_order(
     commit: GitCommit | None,
 ) -> ResumePoint:
     refused, begun_s = dict(agreed["refused"]), time.monotonic()
+    damaged = Counter[str]()
     names = [SnapshotName.parse(text) for text in agreed["candidates"]]
     tier = tiers[0]
     memory = SharedMemoryDir.of(tier.url)
@@ -414,6 +418,7 @@ def _try_in_order(
             hosts=hosts,
             opener=opener,
         )
+        damaged.update(read.damaged)
         if not read.reasons:
             lost = agreed["lost"].get(str(name))
             if beginning.script is not None and read.saved is not None:
@@ -435,6 +440,7 @@ def _try_in_order(
                 refused=refused,
                 read_s=time.monotonic() - begun_s,
                 sources=read.sources,
+                damaged=damaged,
             )
             return replace(begun, lost=None if lost is None else lost + begun.rewound)
         refused[str(name)] = "; ".join(read.reasons)
@@ -442,4 +448,4 @@ def _try_in_order(
     is_serious = any(reason not in excused for reason in refused.values())
     if names or (is_serious and not agreed["why_fresh"]):
         raise NoUsableSnapshot(tier.url, refused)
-    return replace(beginning, refused=refused)
+    return replace(beginning, refused=refused, damaged=damaged)

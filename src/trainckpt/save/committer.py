@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -118,8 +119,25 @@ def to_error_message(error: Exception, rank: int, place: str) -> dict[str, Any]:
         place: Run directory, as a command takes it.
     """
     message = getattr(error, "message", "") or f"{type(error).__name__}: {error}"
-    changed = isinstance(error, TensorsChanged)
-    return {"error": f"rank {rank}: {message}", "hint": _hint(error, place), "changed": changed}
+    return {
+        "error": f"rank {rank}: {message}",
+        "hint": _hint(error, place),
+        "changed": isinstance(error, TensorsChanged),
+        "kind": kind_of(error),
+    }
+
+
+def kind_of(error: Exception) -> str:
+    """Return the kind of a failed save's reason, one of `SaveFailed.KINDS`."""
+    if is_full(error):
+        return "full"
+    if isinstance(error, TierUnavailable | OSError):
+        return "storage"
+    if isinstance(error, NoAgreement):
+        return "ranks"
+    if isinstance(error, TensorsChanged):
+        return "state"
+    return error.kind if isinstance(error, SaveFailed) else "other"
 
 
 def combine_errors(failed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -128,13 +146,15 @@ def combine_errors(failed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "error": "; ".join(report["error"] for report in failed),
         "hint": next((report["hint"] for report in failed if report.get("hint")), ""),
         "changed": any(report.get("changed") for report in failed),
+        "kind": next((report["kind"] for report in failed if report.get("kind")), ""),
     }
 
 
 def error_from_message(verdict: Mapping[str, Any]) -> SaveFailed:
     """Return the exception that every rank raises, from the verdict of rank 0."""
     kind = TensorsChanged if verdict.get("changed") else SaveFailed
-    return kind(str(verdict["error"]), hint=str(verdict.get("hint", "")))
+    hint, reason = str(verdict.get("hint", "")), str(verdict.get("kind", ""))
+    return kind(str(verdict["error"]), hint=hint, kind=reason)
 
 
 def _hint(error: Exception, place: str) -> str:
@@ -176,9 +196,11 @@ class SnapshotCommitter:
     Attributes:
         manifest: Rank 0: manifest of the last save with reports from all ranks.
         retention: Rank 0: the work after a commit.
+        stored_s: When this rank's last file was on stable storage, by the monotonic clock.
     """
 
     manifest: Manifest | None = None
+    stored_s = 0.0
 
     def __init__(
         self,
@@ -251,6 +273,7 @@ class SnapshotCommitter:
             reached = self._references.referenced_files(shard.header)
             snapshot_key = self._encryption.begin(manifest.name) if self._encryption else None
             file = self._store(manifest.name, shard, finish(), snapshot_key, in_memory=in_memory)
+            self.stored_s = time.monotonic()
             self._check_not_abandoned()
             older = [referenced.to_json() for referenced in reached]
             report["receipt"] = {"file": file.to_json(), "reached": older}
@@ -381,7 +404,7 @@ class SnapshotCommitter:
 
     def _check_not_abandoned(self) -> None:
         if self._abandoned.is_set():  # the live tensors may have changed while they were streamed
-            raise SaveFailed("the save was abandoned at its deadline")
+            raise SaveFailed("the save was abandoned at its deadline", kind="deadline")
 
     def _commit(
         self,

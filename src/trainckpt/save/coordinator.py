@@ -18,14 +18,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainckpt.attempt.live_status import LONGEST, NotSaved, SavingNow
 from trainckpt.attempt.log import logger
-from trainckpt.attempt.save_handle import COMMITTED, PARTNER, CommitEvent, SaveHandle
+from trainckpt.attempt.save_handle import (
+    COMMITTED,
+    PARTNER,
+    CommitEvent,
+    SaveHandle,
+    SaveStages,
+)
 from trainckpt.encryption.encrypted_file import EncryptedLayout
 from trainckpt.errors import NoAgreement, SaveFailed
 from trainckpt.format.manifest import Manifest
@@ -37,7 +43,7 @@ from trainckpt.ranks import threads
 from trainckpt.ranks.store import RANKS_TIMEOUT_S, collective_timeout_s
 from trainckpt.save.arenas import SPARE_BYTES, ArenaUnavailable
 from trainckpt.save.checks import StaleModelCheck, TrackedNamesCheck
-from trainckpt.save.committer import ManifestDefaults, SnapshotCommitter, groups_key
+from trainckpt.save.committer import ManifestDefaults, SnapshotCommitter, groups_key, kind_of
 from trainckpt.save.copying import StateCopier
 from trainckpt.save.deduplication import (
     IncrementalIndex,
@@ -115,6 +121,10 @@ class SaveCoordinator:
         pinned: Rank 0: full names that checkpoints of a framework refer to; they are not pruned.
         skipped: Saves that all ranks skipped, since one before was still being written.
         failed: Saves that failed.
+        failed_by_kind: Their numbers by the kind of the reason, as in `SaveFailed.kind`.
+        failures: Saves that failed since the last one that committed.
+        created: When the newest committed snapshot was taken, by the wall clock; None: none was.
+        written_bytes: Rank 0: bytes of all files committed in the run directory.
         not_saved: The last of both, with the reasons.
         sequence: Number of the last save that was begun.
         references: Regions of this rank that need not be written.
@@ -152,7 +162,9 @@ class SaveCoordinator:
         """
         self.committed: tuple[str, Cursor] | None = None
         self.pinned: frozenset[str] = frozenset()
-        self.skipped = self.failed = self._failures = 0  # failures in a row
+        self.skipped = self.failed = self.failures = self.written_bytes = 0
+        self.failed_by_kind = Counter[str]()
+        self.created: float | None = None
         self.not_saved: deque[NotSaved] = deque(maxlen=REMEMBERED)
         self.arenas = arenas
         self.uploads, self.replication = uploads, replication
@@ -255,7 +267,12 @@ class SaveCoordinator:
                 name.sequence, {"error": f"rank {self._channel.world.rank}: {error}"}
             )
             self._record_failure(
-                handle, name, SaveFailed(f"the state could not be captured: {error}")
+                handle,
+                name,
+                SaveFailed(
+                    f"the state could not be captured: {error}",
+                    kind=kind if (kind := kind_of(error)) != "other" else "state",
+                ),
             )
             if alarm := raised_by_handler(error):
                 raise alarm from None
@@ -494,9 +511,11 @@ class SaveCoordinator:
             self._record_failure(save.handle, manifest.name, error)
         except Exception as error:  # noqa: BLE001 - whatever went wrong, training goes on
             self._cut_off = isinstance(error, NoAgreement)
-            failure = SaveFailed(str(error) or repr(error))
+            failure = SaveFailed(str(error) or repr(error), kind=kind_of(error))
             self._record_failure(save.handle, manifest.name, failure)
         else:
+            now_s, stored_s = time.monotonic(), self._committer.stored_s
+            memory_s = save.memory_s
             event = CommitEvent(
                 manifest=manifest,
                 whole=self._committer.manifest,
@@ -504,8 +523,13 @@ class SaveCoordinator:
                 file=file,
                 handle=save.handle,
                 num_bytes=save.num_bytes,
-                seconds=time.monotonic() - save.begun_s,
+                seconds=now_s - save.begun_s,
                 is_final=save.is_final,
+                stages=SaveStages(
+                    memory_s,
+                    stored_s - save.begun_s - (memory_s or 0.0),
+                    now_s - stored_s,
+                ),
             )
             self._record_stages(save, event)
             for subscriber in self._commit_subscribers:
@@ -537,7 +561,10 @@ class SaveCoordinator:
 
     def _count_commit(self, event: CommitEvent) -> None:
         self.committed = (str(event.manifest.name), event.manifest.cursor)
-        self._failures, self._may_wait = 0, True
+        self.created = event.manifest.created
+        self.failures, self._may_wait = 0, True
+        if event.whole is not None:
+            self.written_bytes += sum(file.num_bytes for file in event.whole.files)
 
     def _report_commit(self, event: CommitEvent) -> None:
         if self._channel.world.rank == 0:
@@ -579,18 +606,19 @@ class SaveCoordinator:
         self.committed = name, cursor
 
     def _record_failure(self, handle: SaveHandle, name: SnapshotName, error: SaveFailed) -> None:
-        self._failures += 1
+        self.failures += 1
         self.failed += 1
+        self.failed_by_kind[error.kind] += 1
         self._note(name, FAILED, error.message)
         next_step = f"; next: {error.hint}" if error.hint else ""
-        if self._failures == 1:
+        if self.failures == 1:
             logger.warning("save %s failed, training goes on: %s%s", name, error.message, next_step)
         else:
             newest = self.committed[0] if self.committed else self._defaults.parent
             logger.error(
                 "save %s failed, as did %d before it: a stop now loses all training since %s. %s%s",
                 name,
-                self._failures - 1,
+                self.failures - 1,
                 newest or "step 0, since the run has no snapshot",
                 error.message,
                 next_step,

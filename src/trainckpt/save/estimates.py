@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from trainckpt.attempt.duration_histogram import DurationHistogram
 from trainckpt.attempt.time_keeper import BOUNDARY_S, TimeKeeper
 from trainckpt.encryption.encrypted_file import bytes_per_s
 from trainckpt.state.adapters import fsdp
@@ -30,15 +31,32 @@ if TYPE_CHECKING:
 REMEMBERED = 16
 
 
+class SaveDurations:
+    """Every save of this rank, for metrics. The parts of a committed save follow each other.
+
+    Attributes:
+        stall: Training waited for the save to be staged. Training thread.
+        stage: Until the state was in memory; none where it is written from where it lies.
+        persist: Until this rank's file was on stable storage.
+        commit: Until all ranks had theirs there, and the snapshot was committed.
+    """
+
+    def __init__(self) -> None:
+        self.stall, self.stage = DurationHistogram(), DurationHistogram()
+        self.persist, self.commit = DurationHistogram(), DurationHistogram()
+
+
 class Timings:
     """Durations of one attempt on this rank.
 
     Attributes:
         times: The attempt's time as a whole.
+        durations: Of its saves.
     """
 
     def __init__(self, times: TimeKeeper | None = None) -> None:
         self.times = times or TimeKeeper(0.0)
+        self.durations = SaveDurations()
         self._durations_s: deque[float] = deque(maxlen=REMEMBERED)
         self._saves: deque[float] = deque(maxlen=3)
         self._save_s: float | None = None
@@ -71,6 +89,11 @@ class Timings:
         """Record a committed save of this rank. Saving thread."""
         self.record_save(event.num_bytes, event.seconds)
         self.times.note_commit(event.manifest.cursor)
+        stage_s, persist_s, commit_s = event.stages
+        if stage_s is not None:
+            self.durations.stage.observe(stage_s)
+        self.durations.persist.observe(persist_s)
+        self.durations.commit.observe(commit_s)
 
     def record_save(self, num_bytes: int, seconds: float) -> None:
         """Record the size and duration of a save."""
@@ -81,6 +104,7 @@ class Timings:
     def record_stall(self, seconds: float) -> None:
         """Record the seconds that training waited for a save to be staged."""
         self._stalls.append(seconds)
+        self.durations.stall.observe(seconds)
 
     def record_copy(self, num_bytes: int, seconds: float) -> None:
         """Record the seconds from a save's beginning until it was in memory. Saving thread."""

@@ -121,6 +121,20 @@ class SaveSchedule:
         """True if the save that `due_by_steps` has just reported due goes to memory alone."""
         return self._in_memory
 
+    def interval_s(self, step_s: float | None) -> float | None:
+        """Return the seconds from one save to the next; None: never, or not known yet.
+
+        `step_s`: seconds of a step. Any thread.
+        """
+        if self._steps is not None:
+            return None if step_s is None else self._steps * step_s
+        return self._seconds
+
+    def memory_interval_s(self, step_s: float | None) -> float | None:
+        """Return the same of saves to memory: of all saves, where there are none to it alone."""
+        own = None if self._memory is None else self._memory.interval_s(step_s)
+        return self.interval_s(step_s) if own is None else own
+
     def next_saves(self, now_s: float) -> tuple[NextSave, ...]:
         """Return when the next save is due, and the next one to memory alone. Any thread."""
         found = []

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 MEMORY = "memory"
 BAD = "does not match its digest"
+MISSING = "is missing"  # of a copy: another tier may have it
 
 
 def verify_memory(place: str, manifest: Manifest) -> Iterator[VerifiedCopy]:
@@ -176,7 +177,7 @@ def check_file(
     try:
         size = tier.size(key)
         if size is None:
-            return "is missing"
+            return MISSING
         if size != file.num_bytes:
             return f"has {size} bytes, not {file.num_bytes}"
         check = check_of(file)

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
     from trainckpt.attempt.options import Options
     from trainckpt.attempt.status_files import RankStatusWriter
+    from trainckpt.metrics.publisher import MetricsPublisher
     from trainckpt.notice import NoticeSource
     from trainckpt.ranks.boundary_gate import BoundaryGate
     from trainckpt.ranks.store import RankStore
@@ -67,6 +68,7 @@ class NoticeListener:
         watcher, stop_mode: Set by `start`.
         grace_s: Grace period of a signal; None: not stated.
         deadline: Deadline of the agreed stops.
+        metrics: Publishes metrics of the attempt; None: none are wanted, or not yet. Rank 0.
         complete_status: Adds to the status what the attempt's saves do, once there are any.
     """
 
@@ -105,6 +107,7 @@ class NoticeListener:
         )
         self._early.start()
         self._started = self._is_stopping = False
+        self.metrics: MetricsPublisher | None = None
         self.complete_status: Callable[[LiveStatus], LiveStatus] = lambda status: status
         self._slow_stop = SlowStopWarning()
         self._sources: list[LoggedNoticeSource] = []
@@ -204,13 +207,15 @@ class NoticeListener:
         self.watcher.forget_stop(round_)
 
     def close_connections(self) -> None:
-        """Close NVML and the notices' connections before a process dump.
+        """Close NVML, and the connections of notices and metrics, before a process dump.
 
         Raises:
             TimeoutError: one of them did not answer.
         """
         for source in self._polled:
             source.suspend()
+        if self.metrics is not None:
+            self.metrics.suspend()
         self._nvml_opens = gpu_health.shut_down()
 
     def reopen_connections(self) -> None:
@@ -218,6 +223,8 @@ class NoticeListener:
         gpu_health.open_again(self._nvml_opens)
         for source in self._polled:
             source.restart()
+        if self.metrics is not None:
+            self.metrics.resume()
 
     def end(self, *, exits: bool = False) -> None:
         """Stop listening; no other rank waits for this one. May be repeated.
@@ -233,6 +240,8 @@ class NoticeListener:
         self.end_boundary_wait()
         self.watcher.publish_final()
         self.watcher.stop()
+        if self.metrics is not None:
+            self.metrics.close()
         if self._heartbeat is not None:
             self._heartbeat.stop()
 

@@ -1,9 +1,9 @@
-"""A separate random generator for the libraries of object stores.
+"""A separate random generator for the libraries of object stores and collectors of metrics.
 
 They draw from Python's module `random`: aiohttp for the next host, botocore every few hours for the
-time to renew a cloud instance's credentials. On a background thread these draws would move the
-generator a script shuffles with, at a moment no other run repeats. So `random` inside these
-libraries is replaced by a second copy of the module.
+time to renew a cloud instance's credentials, OpenTelemetry before each request. On a background
+thread these draws would move the generator a script shuffles with, at a moment no other run
+repeats. So `random` inside these libraries is replaced by a second copy of the module.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ LIBRARIES = frozenset(
         "google",
         "adlfs",
         "azure",
+        "opentelemetry",
         "fsspec",
         "requests",
         "urllib3",
