@@ -5,6 +5,8 @@ the imports of its trainer included: so five of one or two plain ranks stay here
 references, and the other nineteen are long.
 """
 
+# ruff: noqa: PTH208 - a listing is what a client of the file server asks for
+
 from __future__ import annotations
 
 import errno
@@ -12,10 +14,11 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
-from tests.chaos import disk, drive, judge, report
+from tests.chaos import disk, drive, judge, late_disk, report
 from tests.chaos.faults import CATALOGUE
 from tests.chaos.stage import cannot_be_made
 from tests.limits import HANG_S
@@ -80,6 +83,27 @@ def test_a_disk_that_is_read_only_still_reads(tmp_path):
         for change in (file.unlink, lambda: file.write_bytes(b"new"), (one.folder / "new").mkdir):
             with pytest.raises(OSError, match="Read-only"):
                 change()
+
+
+@on_a_stage
+def test_a_client_of_a_file_server_sees_its_own_changes_at_once_and_those_of_others_late(tmp_path):
+    with (
+        late_disk.mounted(tmp_path / "one", tmp_path / "backing") as one,
+        late_disk.mounted(tmp_path / "other", tmp_path / "backing") as other,
+    ):
+        assert os.listdir(other.folder) == []
+        assert not (other.folder / "file").exists()
+        (one.folder / "file").write_bytes(b"new")
+        looked_s = time.monotonic()
+
+        assert [os.listdir(one.folder), (one.folder / "file").exists()] == [["file"], True]
+        seen = [os.listdir(other.folder), (other.folder / "file").exists()]
+        assert seen == [[], False] or time.monotonic() - looked_s > 1  # the machine was busy
+        with pytest.raises(FileExistsError):
+            (other.folder / "file").touch(exist_ok=False)
+        while not (other.folder / "file").exists() or not os.listdir(other.folder):
+            assert time.monotonic() - looked_s < HANG_S
+            time.sleep(0.05)
 
 
 def test_the_table_counts_a_fault_in_every_room_of_its_case():

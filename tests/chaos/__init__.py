@@ -3,6 +3,7 @@
 rooms.py    what a run trains with, where its snapshots go, who keeps them
 faults.py   the catalogue of faults
 disk.py     a file system of ours that goes wrong at the n-th call
+late_disk.py   a host's view of a file server, which shows changes of others late
 train.py    a rank: an example, at a pace, behind a gate
 stage.py    what cases run on: warm servers, hosts, the disk, an object store behind doors
 attempt.py  one attempt: ranks on their hosts, or `trainckpt run`

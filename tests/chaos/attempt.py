@@ -48,6 +48,8 @@ class Places:
             self.name, self.run = f"s3://{BUCKET}/{name}", stage.bucket / name
         elif room.place in rooms.ON_DISK:
             self.name, self.run = str(stage.disk.folder / name), stage.disk.backing / name
+        elif room.place == rooms.LATE:
+            self.name, self.run = str(stage.late_folder / name), stage.late_backing / name
         else:
             self.run = self.folder / "run"
             self.name = str(self.run)

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 GROUPS = (  # the table's columns, by what they tell of a room
     ("none", "ddp", "fsdp", "hsdp", "tp"),
     ("plain", "lightning", "accelerate", "accelerate, split batches", "transformers"),
-    ("local", "disk", "tmpfs-poor", "disk without links", "s3", "s3 tier"),
+    ("local", "disk", "tmpfs-poor", "disk without links", "late file server"),
+    ("s3", "s3 tier"),
     ("2 hosts", "3 hosts", "4 hosts", "partner", "xor:4", "rs:2+2"),
     ("survivors", "encrypted", "bf16", "workers", "trainckpt run"),
     ("save every step", "save few", "save never"),

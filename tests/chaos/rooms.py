@@ -7,12 +7,9 @@ references serve all cases; the rest is drawn freely.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from random import Random
 
 from tests.campaign.cases import Settings
-
-if TYPE_CHECKING:
-    from random import Random
 
 PLAIN, LIGHTNING, ACCELERATE, TRANSFORMERS = "plain", "lightning", "accelerate", "transformers"
 SPLIT = "accelerate, split batches"
@@ -31,11 +28,12 @@ MODULES = {  # loaded before ranks are forked; with more, a thread of Arrow's al
     TRANSFORMERS: ("transformers.modeling_utils", "transformers.training_args"),
 }
 LOCAL, DISK, POOR, S3, TIER = "local", "disk", "tmpfs-poor", "s3", "s3 tier"
-NO_LINKS = "disk without links"
+NO_LINKS, LATE = "disk without links", "late file server"
 ON_DISK = (DISK, POOR, NO_LINKS)
 RANKS, RUN = "ranks", "trainckpt run"
 PARTNER, XOR, RS = "partner", "xor:4", "rs:2+2"
 ACCUMULATE, NEVER = 3, 1_000_000
+LATE_SHARE = 0.4
 
 #        trainer, layout, ranks, workers, bf16
 TABLE = (
@@ -70,8 +68,8 @@ class Room:
     Attributes:
         hosts: Network and mount namespaces that the ranks are spread over.
         place: Where snapshots lie: a folder, the disk that can go wrong, that with hardly any
-            shared memory or without hard links, an object store, or a folder with the store as a
-            slower tier.
+            shared memory or without hard links, a file server whose clients see each other's
+            changes late, an object store, or a folder with the store as a slower tier.
         redundancy: As the option; with it saves go to memory at every step.
         save_every: Steps; `NEVER`.
         launcher: Bare ranks, or `trainckpt run`.
@@ -168,7 +166,7 @@ def _any(random: Random) -> Room:
         redundancy = random.choice([PARTNER, *([XOR, RS] if hosts == 4 else [])])
     survivors = layout == "ddp" and trainer == PLAIN and place != S3 and random.random() < 0.4
     launcher = RUN if hosts == 1 and random.random() < 0.15 else RANKS
-    return Room(
+    room = Room(
         trainer,
         layout,
         ranks,
@@ -182,3 +180,5 @@ def _any(random: Random) -> Room:
         save_every=random.choices([1, 3, NEVER], [4, 3, 1])[0],
         launcher=launcher,
     )
+    is_late = hosts > 1 and place == DISK and Random(room.words).random() < LATE_SHARE
+    return replace(room, place=LATE) if is_late else room

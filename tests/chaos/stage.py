@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from tests.campaign import launch
-from tests.chaos import disk
-from tests.chaos.rooms import MODULES, NO_LINKS, ON_DISK, POOR, S3, TIER
+from tests.chaos import disk, late_disk
+from tests.chaos.rooms import LATE, MODULES, NO_LINKS, ON_DISK, POOR, S3, TIER
 from tests.faults import dead_mount, farm
 from tests.faults.troubled_store import TroubledStore
 from tests.s3_servers import BUCKET
@@ -57,6 +57,9 @@ class Stage:
             _ = self.farm
         if room.place in ON_DISK:
             self.disk.without(["link"] if room.place == NO_LINKS else [])
+        if room.place == LATE:
+            for host in range(room.hosts):
+                self._show_late(host)
         if room.place in (S3, TIER):
             _ = self.store
 
@@ -67,8 +70,35 @@ class Stage:
 
     @cached_property
     def farm(self) -> farm.Farm:
-        _ = self.disk  # hosts see what is mounted when they boot
+        _ = self.disk, self.late_folder, self._late_views  # hosts see what is there when they boot
         return self._stack.enter_context(farm.farm(self.folder / "own", MOST_RANKS))
+
+    @cached_property
+    def late_folder(self) -> Path:
+        """Where each host sees the file server, each by its own view."""
+        folder = self.folder / "late"
+        folder.mkdir()
+        return folder
+
+    @property
+    def late_backing(self) -> Path:
+        """What lies on the file server."""
+        return self.folder / "late-backing"
+
+    @cached_property
+    def _late_views(self) -> list[Path]:
+        folders = [self.folder / f"late{host}" for host in range(MOST_RANKS)]
+        for folder in folders:
+            self._stack.enter_context(late_disk.mounted(folder, self.late_backing))
+        return folders
+
+    def _show_late(self, host: int) -> None:
+        """Let the host see the file server, if it has not since it booted."""
+        folder, view = self.late_folder, self._late_views[host]
+        holder = str(self.farm.holder(host))
+        if str(folder) not in launch.Path(f"/proc/{holder}/mountinfo").read_text().split():
+            command = ["nsenter", "-t", holder, "-m", "mount", "--bind", str(view), str(folder)]
+            subprocess.run(command, check=True)
 
     @cached_property
     def store(self) -> TroubledStore:

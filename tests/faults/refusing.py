@@ -10,7 +10,7 @@ The kernel's side of FUSE is spoken here directly; there is nothing to install. 
 the other, and answers are never kept by the kernel, so what is seen is what is there.
 """
 
-# ruff: noqa: PTH101, PTH102, PTH104, PTH106, PTH108, PTH208
+# ruff: noqa: PTH101, PTH102, PTH104, PTH106, PTH108
 # What is asked for is a system call, and is answered by the same one.
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class Server:
     def list_folder(self, node: int, body: memoryview) -> bytes:
         handle, first, room, *_ = IO.unpack_from(body)
         found = b""
-        for number, name in enumerate([".", "..", *sorted(os.listdir(handle))][first:], first + 1):
+        for number, name in enumerate([".", "..", *self.names(handle)][first:], first + 1):
             raw = name.encode()
             one = struct.pack("<QQII", number, number, len(raw), 0) + raw
             one += b"\0" * (-len(one) % 8)
@@ -215,6 +215,9 @@ class Server:
                 break
             found += one
         return found
+
+    def names(self, handle: int) -> list[str]:
+        return sorted(os.listdir(handle))
 
     # ---- the file system
 
@@ -317,7 +320,7 @@ def mounted(folder: Path, backing: Path, module: str = __name__):
     server's process, whose standard input is a pipe.
     """
     folder.mkdir()
-    backing.mkdir()
+    backing.mkdir(exist_ok=True)
     server = subprocess.Popen(
         [sys.executable, "-m", module, folder, backing],
         cwd=Path(__file__).parents[2],
