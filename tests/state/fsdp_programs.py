@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch._dynamo  # FSDP2 does at its first use: a second that no rank needs to spend anew
-from torch import nn
+from torch import distributed, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
@@ -124,6 +125,17 @@ class Net(nn.Module):
         return self.head(self.tied(x))
 
 
+@functools.cache
+def mixed_type():
+    """Another type than float32 that gloo carries: Debian's was built without the half ones."""
+    one = torch.zeros(1, dtype=torch.bfloat16)
+    try:
+        distributed.all_reduce(one)
+    except RuntimeError:
+        return torch.float64
+    return torch.bfloat16
+
+
 def build(case, meshes):
     """The model of a case, as a script makes it, and its optimizer."""
     torch.manual_seed(0)
@@ -145,7 +157,7 @@ def build(case, meshes):
             }
             parallelize_module(block, mesh["tensor"], plan)
         mesh = mesh["shard"]
-    mixed = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    mixed = MixedPrecisionPolicy(mixed_type(), torch.float32)
     options = {"mesh": mesh, "mp_policy": mixed if case.mixed else MixedPrecisionPolicy()}
     if case.wrapped:
         apply_activation_checkpointing(net, check_fn=lambda part: isinstance(part, Block))

@@ -173,6 +173,7 @@ TENSORS = {
         "f.h",
     ),
     "a cycle of tasks": ("h = itertools.cycle('abcde')", "print(next(h))", "h"),
+    "a cycle in a later pass": ("h = itertools.cycle('ab')", "print(next(h))", "h"),
     "an iterator over a list": ("h = iter([3] * 99)", "print(next(h))", "h"),
     "a count": ("h = itertools.count()", "print(next(h))", "h"),
     "a number in the loss": (

@@ -75,6 +75,31 @@ def test_every_scheduler_of_torch_goes_on_with_the_same_rates(name):
     assert frozen(second[2].state_dict()) == frozen(first[2].state_dict())
 
 
+class OlderSWALR(torch.optim.swa_utils.SWALR):
+    """As in torch 2.6, which has a function in the state."""
+
+    def state_dict(self):
+        return {key: value for key, value in vars(self).items() if key != "optimizer"}
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+@pytest.mark.parametrize("is_last_of_two", [False, True])
+def test_the_function_in_the_state_of_an_older_swalr_is_made_by_the_script(is_last_of_two):
+    def make(optimizer):
+        swa = OlderSWALR(optimizer, 0.01, 3)
+        assert callable(swa.state_dict()["anneal_func"])
+        if not is_last_of_two:
+            return swa
+        return lr.SequentialLR(optimizer, [lr.ConstantLR(optimizer), swa], [2])
+
+    first, second = build(make), build(make)
+    rates(*first[1:], 4)
+    move(registry(model=first[0], o=first[1:]), registry(model=second[0], o=second[1:]))
+    assert rates(*second[1:], 6) == rates(*first[1:], 6)
+
+
 def test_a_grad_scaler_comes_back():
     scaler, other = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", init_scale=2.0)
     model = nn.Linear(2, 2)

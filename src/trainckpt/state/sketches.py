@@ -257,15 +257,9 @@ class _Drawing:
         self._is_position = True
         if type(value) is itertools.count:
             return repr(value)
-        if type(value) is not itertools.cycle:
-            return operator.length_hint(value)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a method that ends with Python 3.14
-            parts: Any = value.__reduce__()
-        (items,), (used, _) = parts[1:]
-        if type(items) not in _ITERATORS:
-            return None
-        return operator.length_hint(items) or len(used)
+        return (
+            _left_in_cycle(value) if type(value) is itertools.cycle else operator.length_hint(value)
+        )
 
     def _number(self, value: Any) -> Any:
         if type(value).__name__ == "ndarray":
@@ -336,6 +330,31 @@ class _Drawing:
 def _options(module: nn.Module) -> dict[str, Any]:
     names = vars(module)
     return {name: names[name] for name in names if name[0] != "_" and name != "training"}
+
+
+def _left_in_cycle(cycle: Any) -> Any:
+    """Return how many items are left until a cycle begins again; None if that is not known.
+
+    Python 3.14 tells the state of a cycle no longer. Its first pass is seen by the garbage
+    collector; of later ones only that they are not the first.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a method that ends with Python 3.14
+        try:
+            parts: Any = cycle.__reduce__()
+        except TypeError:
+            parts = ()
+    if parts:
+        (items,), (used, _) = parts[1:]
+    else:
+        seen = [one for one in gc.get_referents(cycle) if one is not itertools.cycle]
+        used = next((one for one in seen if type(one) is list), [])
+        items = next((one for one in seen if one is not used), None)
+        if items is None:
+            return "a later pass"
+    if type(items) not in _ITERATORS:
+        return None
+    return operator.length_hint(items) or len(used)
 
 
 def _reads_tracked_loader(generator: object) -> bool:

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import re
 import sys
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from trainckpt.errors import TrainckptError, UnusableSnapshot
 from trainckpt.format import json_io
@@ -51,7 +53,7 @@ class GenericState:
 
     def capture(self, out: Captured) -> None:
         """Add the object's `state_dict()`."""
-        out.values[self.name] = _capture(self.target.state_dict(), self.name, self.name, out)
+        out.values[self.name] = _capture(_state_dict(self.target), self.name, self.name, out)
 
     def is_empty_in(self, out: Captured) -> bool:
         """Return True if no state of the object was captured."""
@@ -114,10 +116,29 @@ def _capture(state: Any, path: str, group: str, out: Captured) -> Any:
         # an optimizer is tracked by itself, or not saved
         key: None
         if isinstance(value, torch.optim.Optimizer)
-        else _capture(value.state_dict(), f"{path}.{key}", group, out)
+        else _capture(_state_dict(value), f"{path}.{key}", group, out)
         for key, value in live.items()
     }
     return {"plain": out.encode(plain, path, group), "live": states}
+
+
+def _state_dict(target: Any) -> Any:
+    """Return the target's state_dict, for a scheduler without functions that torch put there."""
+    state = target.state_dict()
+    return _without_anneal_func(state) if isinstance(target, LRScheduler) else state
+
+
+def _without_anneal_func(state: Any) -> Any:
+    """Drop SWALR's function, which torch 2.6 has in the state_dict: the script makes it again."""
+    if type(state) is list:  # of the schedulers in a SequentialLR
+        return [_without_anneal_func(one) for one in state]
+    if type(state) is not dict:
+        return state
+    return {
+        key: _without_anneal_func(value)
+        for key, value in state.items()
+        if not (key == "anneal_func" and isinstance(value, FunctionType))
+    }
 
 
 def _load(target: Any, tree: Any, saved: Saved) -> None:
