@@ -11,7 +11,7 @@ import pytest
 
 from tests.end_to_end.test_trackers import killed, train, with_three_kills
 from tests.integrations import test_loggers
-from tests.integrations.toy_lightning import fit
+from tests.integrations.lightning_training import fit
 
 with suppress(ImportError):  # collected by `make test` too, which does not run it
     import mlflow

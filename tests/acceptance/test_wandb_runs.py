@@ -12,7 +12,7 @@ from tests.acceptance.test_tracker_kills import in_wandb, untimed
 from tests.end_to_end.test_trackers import MICRO_BATCHES, killed, train, with_three_kills
 from tests.end_to_end.training import Parts
 from tests.integrations import test_loggers
-from tests.integrations.toy_lightning import fit
+from tests.integrations.lightning_training import fit
 from trainckpt import Checkpointer
 from trainckpt.attempt.wandb_run import finish
 from trainckpt.errors import ConfigurationError

@@ -72,9 +72,9 @@ def fit(tracker, folder, run, kill_at):
     from lightning.pytorch import loggers
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    from tests.integrations import toy_lightning
+    from tests.integrations import lightning_training
 
-    class Killed(toy_lightning.Toy):
+    class Killed(lightning_training.Toy):
         def training_step(self, batch, batch_idx):
             if self.trainer.fit_loop.total_batch_idx == kill_at:
                 (ours,) = (c for c in self.trainer.callbacks if hasattr(c, "checkpointer"))
@@ -88,14 +88,14 @@ def fit(tracker, folder, run, kill_at):
         "wandb": lambda: loggers.WandbLogger(save_dir=folder, offline=True),
     }[tracker]()
     how = {"logger": [logger], "callbacks": [ModelCheckpoint()], "enable_checkpointing": True}
-    toy_lightning.fit(run, module=Killed, options={"every": "1 step"}, **how)
+    lightning_training.fit(run, module=Killed, options={"every": "1 step"}, **how)
 
 
 def train_by_trainer(tracker, folder, run, kill_at):
     """Train with the Transformers Trainer."""
     import transformers
 
-    from tests.integrations import trained
+    from tests.integrations import transformers_training
 
     class Kills(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, **_):
@@ -109,7 +109,7 @@ def train_by_trainer(tracker, folder, run, kill_at):
         "TENSORBOARD_LOGGING_DIR": str(folder),
     }
     how = {"report_to": tracker, "logging_steps": 1, "ours": {"every": "2 steps"}}
-    training = trained.Training(folder / "out", {}, run, **how)
+    training = transformers_training.Training(folder / "out", {}, run, **how)
     training.trainer.add_callback(Kills())
     training.train()
 

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.faults import farm, kept
+from tests.faults import farm, replicated_training
 from tests.limits import HANG_S
 from trainckpt.encryption import keys as keys_of
 from trainckpt.format.names import SnapshotName
@@ -63,7 +63,13 @@ def straight(hosts, folder):
     """What each rank noted at each step of the run that lost nothing."""
     marks, log = folder / "marks", folder / "log"
     hosts.start(
-        range(SIZE), kept.train, folder / "run", LAST, marks, log=log, TRAINCKPT_EVERY="never"
+        range(SIZE),
+        replicated_training.train,
+        folder / "run",
+        LAST,
+        marks,
+        log=log,
+        TRAINCKPT_EVERY="never",
     )
     assert hosts.ends() == [0] * SIZE, log.read_text()
     return noted(marks)
@@ -102,7 +108,9 @@ def play(hosts, case, folder, expected):
         "TRAINCKPT_EVERY": case.every,
         "TRAINCKPT_REDUNDANCY": case.redundancy,
     }
-    hosts.start(range(SIZE), kept.train, folder / "run", LAST, marks, log=log, **environment)
+    hosts.start(
+        range(SIZE), replicated_training.train, folder / "run", LAST, marks, log=log, **environment
+    )
     until_s = time.monotonic() + HANG_S
     while not marks.is_dir() or newest(noted(marks)) < LOST_AT:
         assert hosts.all_run, log.read_text()
@@ -121,7 +129,7 @@ def play(hosts, case, folder, expected):
     again, until = folder / "again", min(done + 3, LAST)
     hosts.start(
         case.numbers,
-        kept.train,
+        replicated_training.train,
         folder / "run",
         until,
         again,

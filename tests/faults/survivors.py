@@ -18,12 +18,12 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.faults import farm, kept
+from tests.faults import farm, replicated_training
 from tests.faults.lost_hosts import noted, sealing
 from tests.limits import HANG_S
 
 SIZE, EPOCHS, LOST_AT = 4, 8, 4
-ITEMS = SIZE * kept.BATCH * kept.STEPS_AN_EPOCH
+ITEMS = SIZE * replicated_training.BATCH * replicated_training.STEPS_AN_EPOCH
 EXACT, MARKED = "this resume is bitwise in ", ": same data, not bitwise: ranks that died\n"
 
 
@@ -74,7 +74,7 @@ def straight(hosts, folder):
     marks, log = folder / "marks", folder / "log"
     hosts.start(
         range(SIZE),
-        kept.train_on_data,
+        replicated_training.train_on_data,
         folder / "run",
         EPOCHS,
         marks,
@@ -97,7 +97,7 @@ def play(hosts, case, folder, expected):
     keys = sealing(folder) if case.sealed else {}
     ranks = hosts.start(
         range(SIZE),
-        kept.train_on_data,
+        replicated_training.train_on_data,
         folder / "run",
         EPOCHS,
         marks,
@@ -126,7 +126,7 @@ def play(hosts, case, folder, expected):
     again = folder / "again"
     hosts.start(
         range(SIZE),
-        kept.train_on_data,
+        replicated_training.train_on_data,
         folder / "run",
         EPOCHS,
         again,

@@ -14,13 +14,13 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 import trainckpt
-from tests.integrations import accelerated
-from tests.integrations.accelerated import Training, compared, fresh, plain, tracked
+from tests.integrations import accelerate_training
+from tests.integrations.accelerate_training import Training, compared, fresh, plain, tracked
 from tests.ranks.processes import preload, run_ranks
 from trainckpt.errors import ConfigurationError, StateMismatch
 from trainckpt.integrations import accelerate_attach
 
-preload("tests.integrations.accelerated")
+preload("tests.integrations.accelerate_training")
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
 
@@ -62,7 +62,7 @@ def test_a_dataset_that_is_told_the_epoch_is_told_before_anything_is_fetched_aga
     tmp_path, workers
 ):
     """In the middle of the second epoch; workers get a copy of the dataset as they start."""
-    how = {"kind": accelerated.Harder, "workers": workers, "items": 10}
+    how = {"kind": accelerate_training.Harder, "workers": workers, "items": 10}
     assert compared(tmp_path, [7], **how) == []
 
 
@@ -153,14 +153,14 @@ def test_a_finished_run_started_again_trains_nothing(tmp_path):
 def test_ranks_under_ddp_stop_at_one_micro_batch_and_go_on_bit_for_bit(tmp_path, world):
     """At three ranks also the order in which DDP adds up shows, after its first whole window."""
     how = {"items": 26, "use_seedable_sampler": world == 3}
-    program = functools.partial(accelerated.of_ranks, **how)
+    program = functools.partial(accelerate_training.of_ranks, **how)
     found = run_ranks(program, world, str(tmp_path), world, [2] if world == 2 else [4])
     assert found == [([], "DistributedDataParallel")] * world
 
 
 def test_shards_of_fsdp2_that_accelerate_made_go_on_bit_for_bit(tmp_path):
     """On CPUs, where it has to be told that it may; inside a window, in two ranks."""
-    found = run_ranks(accelerated.of_shards, 2, str(tmp_path), 2, [5])
+    found = run_ranks(accelerate_training.of_shards, 2, str(tmp_path), 2, [5])
     assert found == [([], {"DTensor"}, {"cpu"})] * 2
 
 
@@ -171,7 +171,7 @@ def test_shards_of_fsdp2_on_gpus_go_on_bit_for_bit(tmp_path):
         pytest.skip("no CUDA device: on CPUs Accelerate would use DDP in place of FSDP2")
     ranks = min(2, torch.cuda.device_count())
     launch = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
-    script = ("-m", "tests.integrations.accelerated", str(tmp_path))
+    script = ("-m", "tests.integrations.accelerate_training", str(tmp_path))
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     told = subprocess.run(
         [sys.executable, *launch, *script], env=environment, capture_output=True, text=True
@@ -225,12 +225,12 @@ def test_loaders_that_cannot_be_restored_are_refused_in_one_sentence(tmp_path):
     training = Training()
     accelerator = training.accelerator
     with trainckpt.accelerate.attach(accelerator, tmp_path) as ckpt:
-        loader = DataLoader(accelerated.Noisy(4))
+        loader = DataLoader(accelerate_training.Noisy(4))
         refused(lambda: ckpt.loader(loader), "not prepared", "accelerator.prepare(loader)")
-        stream = accelerator.prepare(DataLoader(accelerated.Stream()))
+        stream = accelerator.prepare(DataLoader(accelerate_training.Stream()))
         refused(lambda: ckpt.loader(stream), "process 0 alone", "map-style")
         accelerator.dataloader_config.dispatch_batches = True
-        dispatched = accelerator.prepare(DataLoader(accelerated.Noisy(4)))
+        dispatched = accelerator.prepare(DataLoader(accelerate_training.Noisy(4)))
         refused(lambda: ckpt.loader(dispatched), "dispatch_batches", "leave")
         accelerator.dataloader_config.dispatch_batches = None
         skipping = accelerator.skip_first_batches(training.loader, 2)
@@ -242,11 +242,11 @@ def test_loaders_that_cannot_be_restored_are_refused_in_one_sentence(tmp_path):
 
 def test_ranks_that_would_get_different_numbers_of_batches_are_refused(tmp_path):
     training = Training(items=22)
-    shard = training.accelerator.prepare(DataLoader(accelerated.Noisy(6), 2))
+    shard = training.accelerator.prepare(DataLoader(accelerate_training.Noisy(6), 2))
     from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
 
     dealt = BatchSamplerShard(shard.batch_sampler, 2, 0, even_batches=False)
-    uneven = DataLoaderShard(accelerated.Noisy(6), batch_sampler=dealt)
+    uneven = DataLoaderShard(accelerate_training.Noisy(6), batch_sampler=dealt)
     training.accelerator._dataloaders.append(uneven)
     with trainckpt.accelerate.attach(training.accelerator, tmp_path) as ckpt:
         refused(lambda: ckpt.loader(uneven), "different numbers of batches", "even_batches=True")

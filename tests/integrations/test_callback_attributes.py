@@ -10,8 +10,8 @@ import torch
 import transformers
 
 import trainckpt
-from tests.integrations.toy_lightning import StopAt, fit
-from tests.integrations.trained import Training
+from tests.integrations.lightning_training import StopAt, fit
+from tests.integrations.transformers_training import Training
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NOT_EXACT = (

@@ -16,8 +16,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import trainckpt
-from tests.integrations import exampled
-from tests.integrations.exampled import EXAMPLES, STEPS, STRIKE_AT, flags_of, run
+from tests.integrations import example_runs
+from tests.integrations.example_runs import EXAMPLES, STEPS, STRIKE_AT, flags_of, run
 from tests.limits import HANG_S
 from tests.ranks.processes import run_ranks
 
@@ -120,7 +120,7 @@ def begun(place):
 
 def test_all_ranks_of_an_example_leave_with_75_and_train_what_they_would_have(tmp_path):
     """Under the Trainer's DDP; SIGTERM to one of them."""
-    found = run_ranks(exampled.on_ranks, 2, 2, "transformers_gpt", tmp_path)
+    found = run_ranks(example_runs.on_ranks, 2, 2, "transformers_gpt", tmp_path)
     assert found == [("exit", 75)] * 2
     assert_the_same(tmp_path, 2)
     for rank in range(2):

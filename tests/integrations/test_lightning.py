@@ -23,7 +23,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 import trainckpt
-from tests.integrations.toy_lightning import Alternating, Augmented, StopAt, Toy, fit, loaders
+from tests.integrations.lightning_training import Alternating, Augmented, StopAt, Toy, fit, loaders
 from tests.state.helpers import frozen
 from trainckpt.integrations.lightning_state import LoopState
 

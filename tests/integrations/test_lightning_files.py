@@ -15,8 +15,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
+from tests.integrations.lightning_training import StopAt, Toy, fit
 from tests.integrations.test_lightning import weights_in
-from tests.integrations.toy_lightning import StopAt, Toy, fit
 from trainckpt.integrations import lightning_callback
 from trainckpt.integrations.lightning_state import HookState
 from trainckpt.run_directory.run_url import PROVE_VARIABLE, WORK

@@ -15,8 +15,8 @@ from torchmetrics import MeanMetric, MetricTracker, MinMaxMetric
 from torchmetrics.wrappers import Running
 
 import trainckpt
+from tests.integrations.lightning_training import StopAt, Toy, fit, loaders
 from tests.integrations.test_lightning import same
-from tests.integrations.toy_lightning import StopAt, Toy, fit, loaders
 from trainckpt.errors import StateMismatch
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -17,7 +17,7 @@ from tests.long_cases import long
 
 pytestmark = pytest.mark.timeout(800)  # several starts of several processes each
 
-HELD_AFTER = 4  # see held_lightning.py
+HELD_AFTER = 4  # see lightning_example_that_waits.py
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 250.0
 
@@ -49,7 +49,7 @@ class Example:
         folder.mkdir()
         self.command = [
             sys.executable,
-            str(ROOT / "tests/integrations/held_lightning.py"),
+            str(ROOT / "tests/integrations/lightning_example_that_waits.py"),
             "--run",
             str(folder / "run"),
             "--trace",

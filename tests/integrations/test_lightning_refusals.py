@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.connectors import checkpoint_connector
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.integrations.toy_lightning import Augmented, StopAt, Toy, fit, loaders
+from tests.integrations.lightning_training import Augmented, StopAt, Toy, fit, loaders
 from trainckpt.attempt import log
 from trainckpt.data.loader import TrackedLoader
 from trainckpt.errors import ConfigurationError, StateMismatch

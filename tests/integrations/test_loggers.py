@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from tests.end_to_end.test_trackers import shown
-from tests.integrations import trained
-from tests.integrations.toy_lightning import Toy, fit
+from tests.integrations import transformers_training
+from tests.integrations.lightning_training import Toy, fit
 from trainckpt.attempt.record_writer import RecordWriter
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -135,7 +135,7 @@ class Fails(transformers.TrainerCallback):
 
 def reported(folder, run=None, at=None, report_to="tensorboard"):
     how = {"report_to": report_to, "logging_steps": 1, "ours": {"every": "2 steps"}}
-    training = trained.Training(folder, {}, run, **how)
+    training = transformers_training.Training(folder, {}, run, **how)
     training.trainer.add_callback(Fails(at))
     training.train()
 

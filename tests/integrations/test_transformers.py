@@ -15,10 +15,10 @@ from torch.utils.data import IterableDataset
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 import trainckpt
-from tests.integrations import trained
-from tests.integrations.accelerated import seed
-from tests.integrations.struck import strike
-from tests.integrations.trained import Training, compared
+from tests.integrations import transformers_training
+from tests.integrations.accelerate_training import seed
+from tests.integrations.sigterm_at_boundary import strike
+from tests.integrations.transformers_training import Training, compared
 from tests.long_cases import long
 from tests.ranks.processes import preload, run_ranks
 from trainckpt.cli.main import main
@@ -27,7 +27,7 @@ from trainckpt.integrations import transformers_callback, transformers_state
 from trainckpt.run_directory.run_url import open_directory
 from trainckpt.snapshot import attempt_history
 
-preload("tests.integrations.trained")
+preload("tests.integrations.transformers_training")
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning:torch.*", "ignore::FutureWarning", "ignore::DeprecationWarning"
@@ -92,7 +92,7 @@ def test_an_evaluation_that_draws_is_followed_by_the_same_training_wherever_it_s
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_ranks_under_ddp_stop_at_one_micro_batch_and_go_on_bit_for_bit(tmp_path, world):
     """The window's tokens are counted over all ranks; a resume inside it does not count again."""
-    program = functools.partial(trained.of_ranks, items=12 * world)
+    program = functools.partial(transformers_training.of_ranks, items=12 * world)
     found = run_ranks(program, world, str(tmp_path), world, [3] if world == 2 else [5])
     assert found == [([], "DistributedDataParallel")] * world
 
@@ -445,7 +445,7 @@ class Stream(IterableDataset):
     """Data without indices."""
 
     def __iter__(self):
-        return iter(trained.Tokens())
+        return iter(transformers_training.Tokens())
 
 
 def test_another_model_is_refused_with_every_difference(tmp_path):
@@ -473,7 +473,7 @@ class Shift:
         return x + self.by
 
 
-class Shifted(trained.Tokens):
+class Shifted(transformers_training.Tokens):
     transform = Shift(0.0)
 
     def __getitem__(self, i):

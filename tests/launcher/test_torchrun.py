@@ -229,7 +229,8 @@ def assert_all_were_gone_soon(folder):
 
 @pytest.mark.long
 def test_a_killed_rank_takes_the_others_with_it_and_the_run_goes_on(run, folder):
-    """The next attempt finishes. A restart after a killed rank is in tests/faults/test_tight.py."""
+    """The next attempt finishes. tests/faults/test_scarce_resources_of_ranks.py restarts one whose
+    rank is killed."""
     said = []
     ended = run(train(after_step=KILLED), 2, max_restarts=1, say=said.append)
     log = (folder / "log").read_text()

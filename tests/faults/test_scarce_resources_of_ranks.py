@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from tests.faults import cgroup, dead_mount, refusing
-from tests.faults.tight_script import DIES_AT
+from tests.faults.scarce_resources_script import DIES_AT
 from trainckpt.storage.shared_memory import NONE, ROOT_VARIABLE
 
-SCRIPT = Path(__file__).parent / "tight_script.py"
+SCRIPT = Path(__file__).parent / "scarce_resources_script.py"
 
 
 OWN_MOUNTS = ["unshare", "--mount", "--propagation", "private"]
@@ -124,7 +124,7 @@ def test_with_64_mb_of_shared_memory_saves_lie_in_the_ranks_own_and_the_place_is
 def test_in_a_cgroup_of_2_gb_that_training_nearly_fills_nobody_is_killed_for_memory(tmp_path):
     """1.6 GB of training; arenas would take 0.75 GB more, and reading ahead for a resume 0.38.
 
-    tests/faults/test_stingy.py has the same for one rank, and a smaller group.
+    tests/faults/test_scarce_resources.py has the same for one rank, and a smaller group.
     """
     with cgroup.made(2 << 30) as group:
         enter = f"echo $$ > {group.folder / 'cgroup.procs'}"

@@ -35,7 +35,12 @@ def ran(tmp_path_factory):
         pytest.skip("needs root, and to be allowed to mount")
     why = cgroup.why_not()
     cases = ["straight", "small_shm", "full_shm", "no_direct", *([] if why else ["small_cgroup"])]
-    command = [sys.executable, "-m", "tests.faults.stingy", str(tmp_path_factory.mktemp("stingy"))]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.faults.scarce_resources",
+        str(tmp_path_factory.mktemp("scarce")),
+    ]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TRAINCKPT_")}
     ended = subprocess.run(
         ["unshare", "-m", "--propagation", "private", *command, *cases],

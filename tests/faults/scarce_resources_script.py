@@ -1,6 +1,6 @@
 """Trains twice with every rank of a launch: straight, and as a run that loses a rank once.
 
-    trainckpt run --nproc 2 --max-restarts 1 -- tight_script.py PLACE MEGABYTES ANSWERS
+    trainckpt run --nproc 2 --max-restarts 1 -- scarce_resources_script.py PLACE MEGABYTES ANSWERS
 
 The first attempt of the run ends when its last rank kills itself. Each rank leaves in
 ANSWERS/<rank>.json the digests of both ends, and the step from which the run went on.

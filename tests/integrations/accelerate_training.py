@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import trainckpt.accelerate
-from tests.integrations.struck import strike
+from tests.integrations.sigterm_at_boundary import strike
 from tests.state.helpers import frozen
 
 ITEMS, BATCH, ACCUMULATE, EPOCHS = 22, 2, 4, 3

@@ -14,8 +14,8 @@ from torch.utils.data import Dataset
 from transformers.trainer_callback import ExportableState
 
 import trainckpt.transformers
-from tests.integrations.accelerated import be_rank, seed
-from tests.integrations.struck import strike
+from tests.integrations.accelerate_training import be_rank, seed
+from tests.integrations.sigterm_at_boundary import strike
 from tests.state.helpers import frozen
 
 ITEMS, BATCH, ACCUMULATE, EPOCHS = 22, 2, 4, 2

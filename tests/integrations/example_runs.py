@@ -9,8 +9,8 @@ from pathlib import Path
 from accelerate.state import AcceleratorState, GradientState
 
 import trainckpt
-from tests.integrations.accelerated import be_rank
-from tests.integrations.struck import strike
+from tests.integrations.accelerate_training import be_rank
+from tests.integrations.sigterm_at_boundary import strike
 from trainckpt.stop import shutdown
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -1,4 +1,6 @@
-"""Runs where a machine is stingy, for real: `unshare -m python -m tests.faults.stingy FOLDER`.
+"""Runs with little shared memory, a small cgroup, no O_DIRECT, for real:
+
+    unshare -m python -m tests.faults.scarce_resources FOLDER
 
 Each case is a training that is killed once and goes on, in processes forked from this one, which
 has imported everything; its mounts are its own. Prints one JSON document: case -> digest of the
@@ -191,7 +193,7 @@ CASES = {f.__name__: f for f in (straight, small_shm, full_shm, small_cgroup, no
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser("python -m tests.faults.stingy", description=__doc__)
+    parser = argparse.ArgumentParser("python -m tests.faults.scarce_resources", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("cases", nargs="*", choices=[[], *CASES])
     parser.add_argument("--megabytes", type=float, default=4.0, help="of parameters (%(default)s)")
