@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-long slurm criu azurite kubernetes torchtitan check bench gpu gpu-pack campaign clean
+.PHONY: demo test test-long slurm criu azurite kubernetes prometheus torchtitan check bench gpu gpu-pack campaign clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -27,7 +27,7 @@ $(VENV)/.acceptance: $(VENV)/.dev
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[acceptance]'
 	@touch $@
 
-test-long: $(VENV)/.acceptance torchtitan kubernetes
+test-long: $(VENV)/.acceptance torchtitan kubernetes prometheus
 	$(BIN)/python -m pytest -q -n 2 -m long
 
 # By apt, where this is root; otherwise the tests that need it are skipped.
@@ -47,6 +47,11 @@ azurite: $(VENV)/.core
 # an API server are skipped.
 kubernetes: $(VENV)/.core
 	@sh tests/kubernetes/install.sh $(VENV)/kubernetes || echo "tests of Kubernetes are skipped" >&2
+
+# Debian's package, 19 MB, unpacked into the environment, where there is apt; otherwise the tests that
+# need it are skipped.
+prometheus: $(VENV)/.core
+	@sh tests/metrics/install.sh $(VENV)/prometheus
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
