@@ -317,15 +317,41 @@ def test_a_pod_failure_policy_obeys_the_rules_of_its_api(path):
     assert mounts == {volume["name"] for volume in pod(path)["volumes"]}
 
 
-def test_the_job_to_paste_from_the_docs_has_the_policy_of_the_whole_one():
+def pasted() -> list[dict[str, Any]]:
+    """The manifests in the docs."""
     page = (CONFIGS.parent / "docs" / "kubernetes.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    claim, job = yaml.safe_load_all(block)
-    whole = yaml.safe_load(text_of("kubernetes/job.yaml"))["spec"]
-    assert job["spec"]["podFailurePolicy"] == whole["podFailurePolicy"]
-    assert job["spec"]["backoffLimit"] == whole["backoffLimit"]
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    return [yaml.safe_load(block) for block in blocks]
+
+
+def test_the_docs_have_a_claim_a_job_one_for_kueue_and_a_job_set():
+    claim, job, queued, job_set = pasted()
     assert refused_by_kubernetes(claim) == refused_by_kubernetes(job) == set()
-    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert refused_by_kubernetes(queued) == set()
+    assert queued["metadata"]["labels"].keys() == {"kueue.x-k8s.io/queue-name"}
+    assert queued["spec"].pop("suspend")
+    (only,) = queued["spec"]["template"]["spec"]["containers"]
+    del only["resources"]
+    assert queued["spec"] == job["spec"]
+    assert wrong(job_set, JOB_SET) == []
+    (one,) = job_set["spec"]["replicatedJobs"]
+    inner = {**one["template"], "apiVersion": "batch/v1", "kind": "Job", "metadata": {}}
+    assert refused_by_kubernetes(inner) == set()
+
+
+@pytest.mark.parametrize(("number", "name"), [(1, "job"), (2, "kueue"), (3, "jobset")])
+def test_a_job_to_paste_from_the_docs_has_the_policy_of_the_whole_one(number, name):
+    body = pasted()[number]
+    whole = yaml.safe_load(text_of(f"kubernetes/{name}.yaml"))["spec"]
+    spec = body["spec"]
+    assert spec.get("failurePolicy") == whole.get("failurePolicy")
+    if body["kind"] == "JobSet":
+        (spec,), (whole,) = (
+            [each["template"]["spec"] for each in one["replicatedJobs"]] for one in (spec, whole)
+        )
+    for field in ("podFailurePolicy", "backoffLimit", "parallelism", "completions"):
+        assert spec.get(field) == whole.get(field)
+    (container,) = spec["template"]["spec"]["containers"]
     variables = {entry["name"]: entry["value"] for entry in container["env"]}
-    assert grace_s(variables) < job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace_s(variables) < spec["template"]["spec"]["terminationGracePeriodSeconds"]
     parse(container["command"][1:])

@@ -17,9 +17,13 @@ PATCHES = {
     "strategic": "application/strategic-merge-patch+json",
 }
 GROUPS = {
+    "customresourcedefinitions": "/apis/apiextensions.k8s.io/v1",
     "jobs": "/apis/batch/v1",
+    "jobsets": "/apis/jobset.x-k8s.io/v1alpha2",
     "leases": "/apis/coordination.k8s.io/v1",
     "priorityclasses": "/apis/scheduling.k8s.io/v1",
+    "trainingruntimes": "/apis/trainer.kubeflow.org/v1alpha1",
+    "trainjobs": "/apis/trainer.kubeflow.org/v1alpha1",
 }
 
 

@@ -5,8 +5,7 @@
     ours    the kubelet of each node; see `kubelet.py` for what it does and does not do
     private the token and the keys, in a folder that only this user can read
 
-Every process is a child of this one, in the foreground, so that each is known and ended by its
-id. What cannot start says why, with the last lines of its log.
+`tests.daemons` starts and ends the processes.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +25,12 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from tests.campaign import launch
+from tests.daemons import Daemons, free_ports, search_path, wait_for
+from tests.kubernetes import custom_resources
 from tests.kubernetes.api_client import Api, ApiError
-from tests.slurm.cluster import CannotStart, clean_environment, free_ports, search_path, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 BINARIES = Path(sys.prefix) / "kubernetes"
 SERVERS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
@@ -53,7 +52,7 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._daemons = Daemons(folder, start_s=START_S, cwd=launch.ROOT)
 
     def start(self) -> None:
         """Bring everything up, until all nodes are ready.
@@ -63,30 +62,27 @@ class Cluster:
         """
         port = self._start_api_server()
         config = self._client_configuration(port)
-        self._run(
+        self._daemons.start(
             "kube-controller-manager",
+            found("kube-controller-manager"),
             *(f"--kubeconfig={config}", "--leader-elect=false", f"--controllers={CONTROLLERS}"),
             *("--port=0", "--secure-port=0"),
         )
-        self._run(
+        self._daemons.start(
             "kube-scheduler",
+            found("kube-scheduler"),
             *(f"--kubeconfig={config}", "--leader-elect=false", "--port=0", "--secure-port=0"),
         )
-        self._until("kube-apiserver", self._has_namespaces)
+        self._daemons.until("kube-apiserver", self._has_namespaces)
+        custom_resources.define(self.api)
+        self._daemons.until("kube-apiserver", lambda: custom_resources.defined(self.api))
         for node in NODES:
             self._run_kubelet(node, port)
-        self._until("kube-controller-manager", lambda: self.ready() == set(NODES))
+        self._daemons.until("kube-controller-manager", lambda: self.ready() == set(NODES))
 
     def stop(self) -> None:
         """End the daemons, by their ids; the kubelets end their pods."""
-        for process in reversed(self._daemons.values()):
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        self._daemons.clear()
+        self._daemons.stop()
 
     # ---- nodes and pods
 
@@ -101,6 +97,21 @@ class Cluster:
     def cordon(self, node: str, *, off: bool = False) -> None:
         """What `kubectl cordon` does, and `uncordon`."""
         self.api.patch("nodes", node, {"spec": {"unschedulable": None if off else True}})
+
+    @contextlib.contextmanager
+    def lost(self, node: str) -> Iterator[None]:
+        """Within the block the node says nothing, and its pods go on: a network that is cut.
+
+        It is entered once the controller of nodes has found out, 40 s later, and left once the node
+        is ready again and has ended what was deleted meanwhile.
+        """
+        self._daemons.send(f"kubelet.{node}", signal.SIGSTOP)
+        try:
+            wait_for(lambda: node not in self.ready(), START_S)
+            yield
+        finally:
+            self._daemons.send(f"kubelet.{node}", signal.SIGCONT)
+        wait_for(lambda: node in self.ready(), START_S)
 
     def clear(self) -> None:
         """Delete every job and pod, without grace, until the kubelets have ended them."""
@@ -126,19 +137,14 @@ class Cluster:
         files = self.folder.glob(f"kubelet.*/{namespace}/*/status.json")
         return {file.parent.name: json.loads(file.read_text()) for file in files}
 
-    def said(self, name: str, lines: int = 20) -> str:
-        """The end of a daemon's log."""
-        path = self.folder / f"{name}.log"
-        text = path.read_text(errors="replace") if path.exists() else ""
-        return "\n".join(text.splitlines()[-lines:])
-
     # ---- daemons
 
     def _start_api_server(self) -> int:
         etcd, peer, port = free_ports(3)
         urls = [f"http://127.0.0.1:{number}" for number in (etcd, peer)]
-        self._run(
+        self._daemons.start(
             "etcd",
+            found("etcd"),
             *("--data-dir", str(self.folder / "etcd"), "--unsafe-no-fsync"),
             *("--listen-client-urls", urls[0], "--advertise-client-urls", urls[0]),
             *("--listen-peer-urls", urls[1], "--initial-advertise-peer-urls", urls[1]),
@@ -148,8 +154,9 @@ class Cluster:
         write_private(key, new_key())
         write_private(self.folder / "token", token)
         write_private(self.folder / "tokens.csv", f'{token},tests,tests,"system:masters"\n')
-        self._run(
+        self._daemons.start(
             "kube-apiserver",
+            found("kube-apiserver"),
             f"--etcd-servers={urls[0]}",
             *("--bind-address=127.0.0.1", f"--secure-port={port}", "--advertise-address=127.0.0.1"),
             *(f"--cert-dir={self.folder}/certificates", "--endpoint-reconciler-type=none"),
@@ -160,9 +167,9 @@ class Cluster:
             "--disable-admission-plugins=ServiceAccount",  # no pod here talks to the server
         )
         certificate = self.folder / "certificates" / "apiserver.crt"
-        self._until("kube-apiserver", certificate.exists)
+        self._daemons.until("kube-apiserver", certificate.exists)
         self.api = Api(port, certificate, token)
-        self._until("kube-apiserver", lambda: self._answers("/readyz"))
+        self._daemons.until("kube-apiserver", lambda: self._answers("/readyz"))
         return port
 
     def _answers(self, path: str) -> bool:
@@ -204,36 +211,13 @@ class Cluster:
             *(str(port), str(self.folder / "certificates" / "apiserver.crt")),
             *(str(self.folder / "token"), node, str(folder), json.dumps(image)),
         )
-        self._run(f"kubelet.{node}", sys.executable, "-m", "tests.kubernetes.kubelet", *words)
-
-    def _run(self, name: str, *words: str) -> None:
-        command = words if name.startswith("kubelet") else (str(found(name)), *words)
-        with (self.folder / f"{name}.log").open("wb") as log:
-            self._daemons[name] = subprocess.Popen(
-                command,
-                cwd=launch.ROOT,
-                env=clean_environment(),
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-
-    def _until(self, name: str, condition: Callable[[], bool]) -> None:
-        until = time.monotonic() + START_S
-        while not condition():
-            for daemon, process in self._daemons.items():
-                if process.poll() is not None:
-                    code = process.returncode
-                    raise CannotStart(f"{daemon} ended with {code}:\n{self.said(daemon)}")
-            if time.monotonic() > until:
-                raise CannotStart(f"not up after {START_S:.0f} s; {name}:\n{self.said(name)}")
-            time.sleep(0.2)
+        command = (sys.executable, "-m", "tests.kubernetes.kubelet", *words)
+        self._daemons.start(f"kubelet.{node}", *command)
 
 
 def why_not() -> str:
     """Why no cluster can be started here at all, or ""."""
-    missing = [name for name in (*SERVERS, *TOOLS) if found(name) is None]
+    missing = [name for name in (*SERVERS, *TOOLS) if not found(name)]
     if missing:
         return f"{', '.join(missing)} missing (as root on Debian 12, `make test-long` builds them)"
     if os.geteuid() != 0:
@@ -243,12 +227,9 @@ def why_not() -> str:
     return "" if done.returncode == 0 else f"no overlay file system can be mounted: {done.stderr}"
 
 
-def found(name: str) -> Path | None:
-    """The program, of ours or of the system."""
-    if (BINARIES / name).exists():
-        return BINARIES / name
-    path = shutil.which(name, path=search_path())
-    return None if path is None else Path(path)
+def found(name: str) -> str:
+    """The program's path, of ours or of the system; "" if it is not installed."""
+    return shutil.which(name, path=f"{BINARIES}:{search_path()}") or ""
 
 
 def new_key() -> str:

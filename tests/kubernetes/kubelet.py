@@ -4,26 +4,31 @@ Real in these tests: etcd, the API server (admission, eviction, graceful deletio
 Job controller, the scheduler with its preemption, the garbage collector, the controllers of nodes
 and of volumes. This file stands in for the kubelet and the container runtime:
 
-    node        registers itself, says what it has (32 CPUs, 256 GiB, 8 GPUs, whatever is true), and
-                renews its lease
+    node        registers itself, says what it has (32 CPUs, 256 GiB, 8 GPUs, whatever is true),
+                reports that it is ready, and renews its lease
     pod         the first container's command as process 1, in pid, mount and host name namespaces
                 of its own. Its root is an overlay over this machine's, thrown away with the pod.
                 There are no images, and the network is this machine's
     volumes     hostPath, a claim bound to a hostPath volume, emptyDir
+    names       /etc/hosts has the pod's own, and those of all pods of its `subdomain`, each with a
+                loopback address of its own
     variables   those of the manifest, KUBERNETES_SERVICE_HOST and _PORT, and the "image's"
     deletion    preStop (exec), then SIGTERM to process 1, and SIGKILL once
                 terminationGracePeriodSeconds are over, counted from the deletion; a preStop hook
                 that has used them up leaves 2 s, as the kubelet's own does. The status is reported
                 before the pod is removed
-    status      phase, exit code, /dev/termination-log as the message, restartCount
+    memory      limits.memory as a cgroup: the system kills who takes more, reason OOMKilled
+    status      phase, exit code (128 + n for signal n), /dev/termination-log as the message,
+                restartCount
     restarts    restartPolicy Always and OnFailure, at once: without the kubelet's back-off
 
-It has no probes, init containers, sidecars, resource limits or cgroups. Needs root, unshare,
-nsenter and overlayfs. One thread; standard library only.
+It has no probes, init containers, sidecars or other limits. Needs root, unshare, nsenter and
+overlayfs. One thread; standard library only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import signal
@@ -32,14 +37,22 @@ import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tests.faults import cgroup
 from tests.kubernetes.api_client import Api, ApiError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 POLL_S, LEASE_EVERY_S, AFTER_PRE_STOP_S = 0.2, 5.0, 2.0
 LEASES = "kube-node-lease"
 CAPACITY = {"cpu": "32", "memory": "256Gi", "pods": "20", "nvidia.com/gpu": "8"}
-NAMESPACES = ["--mount", "--pid", "--uts", "--fork", "--kill-child", "--propagation", "private"]
+NAMESPACES = ["--mount", "--pid", "--uts", "--propagation", "private"]
+# In place of `unshare --fork`, which returns 1 when its child has died of SIGKILL (util-linux
+# 2.38): a shell returns 137. Its first child is process 1 of the new namespace.
+RUN_AND_RETURN_CODE = 'setpriv --pdeathsig KILL sh "$0"; exit $?'
+UNITS = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30}
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
 ROOT_FILE_SYSTEM = """
@@ -59,7 +72,7 @@ ln -sfn /proc/self/fd {root}/dev/fd
 touch {root}/dev/termination-log
 mount --bind {log} {root}/dev/termination-log
 hostname {name}
-echo "127.0.0.1 localhost {name}" >{root}/etc/hosts
+printf '{hosts}' >{root}/etc/hosts
 """
 
 
@@ -74,6 +87,9 @@ class Pod:
         self.ends_s: float | None = None  # SIGKILL; None: not being deleted
         self.pre_stop: subprocess.Popen[bytes] | None = None
         self.terminated = False  # SIGTERM was sent
+        self._resources = contextlib.ExitStack()
+        self._memory: cgroup.Group | None = None
+        self._out_of_memory = False
 
     @property
     def name(self) -> str:
@@ -88,34 +104,60 @@ class Pod:
         return self.manifest["spec"]["containers"][0]
 
     @property
+    def host_name(self) -> str:
+        return self.manifest["spec"].get("hostname", self.name)
+
+    @property
     def restarts_again(self) -> bool:
         policy = self.manifest["spec"]["restartPolicy"]
         return policy == "Always" or (policy == "OnFailure" and self.exit_code != 0)
 
-    def start(self, volumes: dict[str, str], variables: dict[str, str]) -> None:
-        """`volumes`: of each the folder on this machine, or "" for an emptyDir."""
+    def start(
+        self, volumes: dict[str, str], variables: dict[str, str], hosts: Sequence[str] = ()
+    ) -> None:
+        """Start the container.
+
+        Args:
+            volumes: Of each the folder on this machine, or "" for an emptyDir.
+            variables: Beside those of the manifest.
+            hosts: Lines of its /etc/hosts.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
+        if limit := self.container.get("resources", {}).get("limits", {}).get("memory"):
+            self._memory = self._resources.enter_context(cgroup.made(num_bytes(limit)))
         script = self.folder / "container.sh"
-        script.write_text(self._script(volumes, variables))
+        script.write_text(self._script(volumes, variables, hosts))
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", "unshare", *NAMESPACES, "sh", str(script)],
+                [
+                    *("setpriv", "--pdeathsig", "KILL", "unshare", *NAMESPACES),
+                    *("sh", "-c", RUN_AND_RETURN_CODE, str(script)),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
 
-    def _script(self, volumes: dict[str, str], variables: dict[str, str]) -> str:
+    def _script(
+        self, volumes: dict[str, str], variables: dict[str, str], hosts: Sequence[str]
+    ) -> str:
         scratch, log = self.folder / "scratch", self.folder / "termination-log"
         scratch.mkdir(exist_ok=True)
         log.write_text("")
         root = f"{scratch}/root"
         lines = [
             ROOT_FILE_SYSTEM.format(
-                scratch=scratch, root=root, log=log, devices=" ".join(DEVICES), name=self.name
+                scratch=scratch,
+                root=root,
+                log=log,
+                devices=" ".join(DEVICES),
+                name=self.host_name,
+                hosts="\\n".join([*hosts, ""]),
             )
         ]
+        if self._memory is not None:
+            lines.insert(0, f"echo 0 >{self._memory.folder}/cgroup.procs")  # 0: who writes it
         for mount in self.container.get("volumeMounts", []):
             source, place = volumes[mount["name"]], shlex.quote(root + mount["mountPath"])
             lines.append(f"mkdir -p {place}")
@@ -136,6 +178,12 @@ class Pod:
         except OSError:
             return None
         return int(children[0]) if children else None
+
+    def write_hosts(self, lines: Sequence[str]) -> None:
+        """Replace the running container's /etc/hosts."""
+        pid = self.first_process()
+        with contextlib.suppress(OSError):  # it has just ended
+            Path(f"/proc/{pid}/root/etc/hosts").write_text("\n".join([*lines, ""]))
 
     def stop(self, now_s: float) -> None:
         """Go one step further towards the end of a pod that is being deleted."""
@@ -163,6 +211,7 @@ class Pod:
             self._send(signal.SIGKILL)
             self.process.kill()
             self.process.wait()
+        self._release()
 
     def _send(self, signum: int) -> None:
         pid = self.first_process()
@@ -174,7 +223,15 @@ class Pod:
             return False
         code = self.process.returncode
         self.exit_code = code if code >= 0 else 128 - code
+        self._release()
         return True
+
+    def _release(self) -> None:
+        """Give back its cgroup, and keep what that knows of how the container ended."""
+        if self._memory is not None:
+            self._out_of_memory = self.exit_code == 137 and self._memory.num_killed > 0
+            self._memory = None
+        self._resources.close()
 
     def status(self) -> dict[str, Any]:
         """For the API server, as it is now."""
@@ -183,7 +240,8 @@ class Pod:
         else:
             phase = "Failed" if self.exit_code else "Succeeded"
             message = (self.folder / "termination-log").read_text(errors="replace")
-            reason = "Error" if self.exit_code else "Completed"
+            failure = "OOMKilled" if self._out_of_memory else "Error"
+            reason = failure if self.exit_code else "Completed"
             ended = {"exitCode": self.exit_code, "reason": reason, "message": message}
             state = {"terminated": {**ended, "finishedAt": stamp()}}
         container = {
@@ -231,9 +289,14 @@ class Kubelet:
         self._api.create("nodes", {"metadata": {"name": self._name, "labels": labels}})
         lease = {"metadata": {"name": self._name}, "spec": {"holderIdentity": self._name}}
         self._api.create("leases", lease, LEASES)
-        ready = {"type": "Ready", "status": "True", "lastHeartbeatTime": stamp()}
-        status = {"capacity": CAPACITY, "allocatable": CAPACITY, "conditions": [ready]}
+        status = {"capacity": CAPACITY, "allocatable": CAPACITY}
         self._api.patch("nodes", f"{self._name}/status", {"status": status})
+        self._report_ready()
+
+    def _report_ready(self) -> None:
+        """Also for a node that was lost, whose condition is Unknown until it reports again."""
+        ready = {"type": "Ready", "status": "True", "lastHeartbeatTime": stamp()}
+        self._api.patch("nodes", f"{self._name}/status", {"status": {"conditions": [ready]}})
 
     def _renew_lease(self) -> None:
         if time.monotonic() < self._leased_s + LEASE_EVERY_S:
@@ -242,6 +305,7 @@ class Kubelet:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         spec = {"renewTime": now, "leaseDurationSeconds": 40}
         self._api.patch("leases", self._name, {"spec": spec}, LEASES, how="merge")
+        self._report_ready()
 
     def _look(self) -> None:
         """Start new pods, report ended ones, stop those being deleted."""
@@ -260,7 +324,7 @@ class Kubelet:
     def _begin(self, uid: str, manifest: dict[str, Any]) -> None:
         folder = self._folder / manifest["metadata"]["namespace"] / manifest["metadata"]["name"]
         pod = self._pods[uid] = Pod(manifest, folder)
-        pod.start(self._volumes(pod), self._variables)
+        pod.start(self._volumes(pod), self._variables, self._hosts(pod))
         self._report(pod)
 
     def _step(self, pod: Pod) -> None:
@@ -268,9 +332,11 @@ class Kubelet:
         if pod.exit_code is None and pod.has_ended():
             if pod.restarts_again and not deleted:
                 pod.restarts, pod.exit_code = pod.restarts + 1, None
-                pod.start(self._volumes(pod), self._variables)
+                pod.start(self._volumes(pod), self._variables, self._hosts(pod))
             self._report(pod)
         if not deleted:
+            if pod.exit_code is None and "subdomain" in pod.manifest["spec"]:
+                pod.write_hosts(self._hosts(pod))
             return
         if pod.exit_code is None:
             pod.stop(time.monotonic())
@@ -288,6 +354,17 @@ class Kubelet:
             if error.status != 404:  # deleted without grace
                 raise
 
+    def _hosts(self, pod: Pod) -> list[str]:
+        """The lines of its /etc/hosts; the pods of a subdomain end with their numbers."""
+        subdomain = pod.manifest["spec"].get("subdomain")
+        if not subdomain:
+            return [f"127.0.0.1 localhost {pod.name}"]
+        specs = [each["spec"] for each in self._api.list("pods", pod.namespace)]
+        names = sorted({s["hostname"] for s in specs if s.get("subdomain") == subdomain})
+        numbers = {name: 2 + int(name.rpartition("-")[2]) for name in names}
+        lines = [f"127.0.0.{number} {name}.{subdomain} {name}" for name, number in numbers.items()]
+        return ["127.0.0.1 localhost", *lines]
+
     def _volumes(self, pod: Pod) -> dict[str, str]:
         found = {}
         for volume in pod.manifest["spec"].get("volumes", []):
@@ -299,6 +376,11 @@ class Kubelet:
                 ]
             found[volume["name"]] = host["path"] if host else ""
         return found
+
+
+def num_bytes(quantity: str) -> int:
+    """Of a quantity of memory, as `512Mi`."""
+    return int(quantity[:-2]) * UNITS[quantity[-2:]]
 
 
 def stamp() -> str:

@@ -2,15 +2,14 @@
 
 Each stop is saved, a new pod goes on, and the run ends as if it had not been stopped. Kubernetes
 1.20 drops what it does not know of the manifest, `podFailurePolicy` for one: see
-`test_newer_rules.py`.
+`test_pod_failure_policy.py`.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
+from tests.daemons import wait_for
 from tests.kubernetes.cluster import NODES
 from tests.kubernetes.training import (
     LIMIT_S,
@@ -19,9 +18,11 @@ from tests.kubernetes.training import (
     manifest,
     pause,
     pod_of,
+    run_without_supervisor,
+    submitted,
     train,
+    urgent_pod,
 )
-from tests.slurm.cluster import wait_for
 from tests.start_commands.pace import SLOW
 from tests.start_commands.started import Run
 
@@ -34,13 +35,7 @@ def begin(cluster, namespace, tmp_path):
 
     def begin(ranks: int = 1, change=lambda job: None) -> Training:
         cluster.cordon(NODES[1])
-        run = Run(tmp_path / "r", ranks)
-        training = Training(cluster, namespace, run)
-        job = manifest("job.yaml")
-        train(job, run)
-        change(job)
-        cluster.api.create("jobs", job, namespace)
-        return training
+        return submitted(cluster, namespace, Run(tmp_path / "r", ranks), change)
 
     return begin
 
@@ -76,17 +71,6 @@ def test_a_pod_that_the_scheduler_preempts_saves_and_goes_on_after_the_urgent_on
     training.run.assert_exact(straight(1))
 
 
-def urgent_pod(priority: str) -> dict[str, Any]:
-    container = {
-        "name": "urgent",
-        "image": "x",
-        "command": ["true"],
-        "resources": {"limits": {"nvidia.com/gpu": "8"}},
-    }
-    spec = {"restartPolicy": "Never", "priorityClassName": priority, "containers": [container]}
-    return {"metadata": {"name": priority}, "spec": spec}
-
-
 def test_a_run_whose_node_is_drained_goes_on_on_another_node(begin, straight):
     training = begin()
     training.until_trained(3)
@@ -103,13 +87,7 @@ def test_a_run_whose_node_is_drained_goes_on_on_another_node(begin, straight):
 
 def test_a_run_in_a_pod_without_a_supervisor_is_process_1_and_saves_when_deleted(begin, straight):
     """`kubectl delete pod`."""
-
-    def directly(job):
-        container = container_of(job)
-        command = container["command"]
-        container["command"] = ["python", *command[command.index("--") + 1 :]]
-
-    training = begin(change=directly)
+    training = begin(change=run_without_supervisor)
     training.until_trained(3)
     first = training.running()
     training.cluster.api.delete("pods", first, training.namespace)

@@ -5,24 +5,22 @@
     partitions  `low` may be preempted and requeued after a grace time; `high` does that
     timers      short where Slurm has them: a requeued job may start again after 6 s, not 120
 
-Every process is a child of this one, in the foreground, so that each is known and ended by its
-id. What cannot start says why, with the last lines of its log.
+`tests.daemons` starts and ends the processes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import random
 import shutil
-import signal
 import socket
 import subprocess
-import time
 from typing import TYPE_CHECKING
 
+from tests.daemons import Daemons, clean_environment, free_ports, search_path, wait_for
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
@@ -63,10 +61,6 @@ PartitionName=high Nodes=ALL PriorityTier=10
 """
 
 
-class CannotStart(Exception):
-    """Slurm does not run here; says what was tried and what its log says."""
-
-
 class Cluster:
     """The daemons, and Slurm's own commands against them.
 
@@ -77,7 +71,7 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.variables = {"SLURM_CONF": str(folder / "slurm.conf")}
-        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self._daemons = Daemons(folder, start_s=START_S, variables=self.variables)
 
     def start(self) -> None:
         """Bring everything up, until all nodes are idle.
@@ -99,11 +93,11 @@ class Cluster:
                 host=host, controller=controller, folder=self.folder, nodes=nodes, grace=GRACE_S
             )
         )
-        self._run("slurmctld", "slurmctld", "-D", "-i")
-        self._until("slurmctld", lambda: "is UP" in self.try_("scontrol", "ping"))
+        self._daemons.start("slurmctld", "slurmctld", "-D", "-i")
+        self._daemons.until("slurmctld", lambda: "is UP" in self.try_("scontrol", "ping"))
         for node in NODES:
-            self._run(f"slurmd.{node}", "slurmd", "-D", "-N", node)
-        self._until("slurmctld", lambda: self.idle() == set(NODES))
+            self._daemons.start(f"slurmd.{node}", "slurmd", "-D", "-N", node)
+        self._daemons.until("slurmctld", lambda: self.idle() == set(NODES))
 
     def stop(self) -> None:
         """Cancel what runs, and end the daemons, by their ids."""
@@ -112,14 +106,7 @@ class Cluster:
             self.try_("scancel", "--user=root")
             with contextlib.suppress(AssertionError):
                 wait_for(lambda: not self.try_("squeue", "-h").strip(), END_S)
-        for process in reversed(self._daemons.values()):
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        self._daemons.clear()
+        self._daemons.stop()
 
     # ---- commands
 
@@ -162,11 +149,9 @@ class Cluster:
         """Nodes that could take a job now."""
         return set(self.try_("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").split())
 
-    def said(self, name: str = "slurmctld", lines: int = 30) -> str:
+    def said(self, name: str = "slurmctld") -> str:
         """The end of a daemon's log."""
-        path = self.folder / f"{name}.log"
-        text = path.read_text(errors="replace") if path.exists() else ""
-        return "\n".join(text.splitlines()[-lines:])
+        return self._daemons.said(name)
 
     # ---- daemons
 
@@ -175,7 +160,7 @@ class Cluster:
         key = folder / "key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
-        self._run(
+        self._daemons.start(
             "munged",
             "munged",
             "--foreground",
@@ -186,32 +171,7 @@ class Cluster:
             f"--log-file={folder}/log",
             f"--seed-file={folder}/seed",
         )
-        self._until("munged", (folder / "socket").exists)
-
-    def _run(self, name: str, *command: str) -> None:
-        program = shutil.which(command[0], path=search_path())
-        if program is None:
-            raise CannotStart(f"{command[0]} is not installed: sh tests/slurm/install.sh, as root")
-        with (self.folder / f"{name}.log").open("wb") as log:
-            self._daemons[name] = subprocess.Popen(
-                [program, *command[1:]],
-                env={**clean_environment(), **self.variables},
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-
-    def _until(self, name: str, condition: Callable[[], bool]) -> None:
-        until = time.monotonic() + START_S
-        while not condition():
-            for daemon, process in self._daemons.items():
-                if process.poll() is not None:
-                    code = process.returncode
-                    raise CannotStart(f"{daemon} ended with {code}:\n{self.said(daemon)}")
-            if time.monotonic() > until:
-                raise CannotStart(f"not up after {START_S:.0f} s; {name}:\n{self.said(name)}")
-            time.sleep(0.1)
+        self._daemons.until("munged", (folder / "socket").exists)
 
 
 def why_not() -> str:
@@ -220,37 +180,6 @@ def why_not() -> str:
     if missing:
         return f"{', '.join(missing)} not installed (as root, `make test` installs Slurm by apt)"
     return "" if os.geteuid() == 0 else "Slurm's daemons are started as root here"
-
-
-def search_path() -> str:
-    return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-
-
-def clean_environment() -> dict[str, str]:
-    """Ours, without what a test run or an outer Slurm set."""
-    strange = ("SLURM", "SBATCH", "TRAINCKPT", "PYTEST", "TORCHELASTIC")
-    kept = {n: v for n, v in os.environ.items() if not n.startswith(strange)}
-    return {**kept, "PATH": search_path()}
-
-
-def free_ports(number: int) -> list[int]:
-    """Below those the system hands out by itself, so that they stay free until they are used."""
-    found: list[int] = []
-    while len(found) < number:
-        port = random.randrange(20000, 32000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            if port not in found:
-                found.append(port)
-    return found
-
-
-def wait_for(condition: Callable[[], object], limit_s: float, say: Callable[[], str] = str) -> None:
-    """Until `condition` holds; an AssertionError with `say()` if it does not in so many seconds."""
-    until = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < until, say()
-        time.sleep(0.2)
 
 
 @contextlib.contextmanager

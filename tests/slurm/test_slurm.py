@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.campaign import launch
-from tests.slurm.cluster import NODES, free_ports, wait_for
+from tests.daemons import free_ports, wait_for
+from tests.slurm.cluster import NODES
 from tests.start_commands.pace import SLOW
 from tests.start_commands.started import Run
 
