@@ -157,6 +157,7 @@ class Play:
         self.foreign: list[Path] = []
         self.group = ExitStack()
         self._standing: list[tuple[str, float | None]] = []  # with the time of its end
+        self._known = 0
         self._random = Random()
         if case.room.encrypted:
             identity = keys.generate()
@@ -174,6 +175,11 @@ class Play:
 
     def flip(self) -> bool:
         return self._random.random() < 0.5
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the attempt has read the run."""
+        return len(self.scene.attempt_lines()) > self._known
 
     def lose_host(self, number: int) -> None:
         """With its processes and its memory; a new one takes its place at once."""
@@ -301,7 +307,7 @@ class _Watch:
     def __init__(self, play: Play, ended: Ended) -> None:
         self._play, self._ended, self._before = play, ended, ended.before
         self._count, self._since = 0, time.monotonic()
-        self._old = set(ended.before[1])
+        self._old = {*ended.before[1], *play.scene.snapshots(committed=False)}
 
     def is_due(self, shot: Shot) -> bool:
         if self.stands_still():

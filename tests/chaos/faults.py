@@ -236,7 +236,8 @@ def healthy(play: Play) -> None:
 
 
 def vanish(play: Play) -> str:
-    if not play.places.run.is_dir():
+    """Nothing is where the run directory was; a start there begins another run."""
+    if not play.places.run.is_dir() or not play.has_begun:
         return ""
     play.places.run.rename(play.places.folder / "away")
     return "the run directory"

@@ -52,7 +52,7 @@ ENDS_SUPERVISOR = (
     *("SIGTERM", "SIGTERM to all", "SIGUSR1", "SIGINT twice", "all killed", "power cut"),
     *("launcher killed", "launcher told"),
 )
-LEFT_OUT = ("memory limit",)
+LEFT_OUT = ("memory limit", "directory away")  # a start without the directory begins another run
 STANDS_STILL_S = 240.0  # without a micro-batch: a hang
 LOOK_S, SAMPLE_S = 0.02, 5.0
 MANY_RESTARTS = 1_000_000
