@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _ROOT = Path("/sys/fs/cgroup")
+GONE_WITHIN_S = 30.0
 
 
 class Group:
@@ -65,7 +68,22 @@ def made(limit_bytes: int) -> Iterator[Group]:
         (folder / name).write_text(str(limit_bytes))
         yield Group(folder)
     finally:
-        folder.rmdir()
+        _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Remove the group; its last process may not be gone yet."""
+    until_s = time.monotonic() + GONE_WITHIN_S
+    while True:
+        try:
+            folder.rmdir()
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() > until_s:
+                raise
+            leave(Group(folder))
+            time.sleep(0.05)
+        else:
+            return
 
 
 def why_not() -> str:
