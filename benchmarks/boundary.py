@@ -10,7 +10,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
+import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -68,10 +72,38 @@ def whole_boundary() -> Iterator[Callable[[], object]]:
         yield ckpt.boundary
 
 
+@contextlib.contextmanager
+def scraped_boundary() -> Iterator[Callable[[], object]]:
+    """The same with metrics, which another process scrapes each second."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ["TRAINCKPT_METRICS"] = f"http:127.0.0.1:{port}"
+    scraper = subprocess.Popen([sys.executable, "-c", SCRAPER, str(port)])
+    try:
+        with whole_boundary() as call:
+            yield call
+    finally:
+        scraper.kill()
+        scraper.wait()
+        del os.environ["TRAINCKPT_METRICS"]
+
+
+SCRAPER = """
+import sys, time, urllib.request
+while True:
+    time.sleep(1)
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{sys.argv[1]}/metrics").read()
+    except OSError:
+        pass
+"""
+
 SUBJECTS = {
     "agreement": agreement_alone,
     "agreement and check": agreement_and_check,
     "checkpointer": whole_boundary,
+    "checkpointer, scraped": scraped_boundary,
 }
 
 
@@ -83,11 +115,15 @@ def measure(call: Callable[[], object], calls: int) -> float:
     return (time.perf_counter() - began) / calls * 1e6
 
 
-def row(name: str, rounds: int, calls: int) -> dict[str, object]:
-    """One subject's result, for the table and the JSON."""
+def round_of(name: str, calls: int) -> float:
+    """One round of one subject, made anew."""
     with SUBJECTS[name]() as call:
         measure(call, calls // 10)
-        taken = [measure(call, calls) for _ in range(rounds)]
+        return measure(call, calls)
+
+
+def row(name: str, taken: list[float], calls: int) -> dict[str, object]:
+    """One subject's result, for the table and the JSON."""
     return {
         "subject": name,
         "median_us": statistics.median(taken),
@@ -103,8 +139,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--calls", type=int, default=200_000)
+    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=[*SUBJECTS])
     given = parser.parse_args()
-    rows = [row(name, given.rounds, given.calls) for name in SUBJECTS]
+    taken: dict[str, list[float]] = {name: [] for name in given.subjects}
+    for _ in range(given.rounds):  # interleaved: the machine is busier at times
+        for name, found in taken.items():
+            found.append(round_of(name, given.calls))
+    rows = [row(name, found, given.calls) for name, found in taken.items()]
     for line in rows:
         print(f"{line['subject']:<24} {line['median_us']:.3f} us per boundary (goal {GOAL_US} us)")
     if given.json:

@@ -52,6 +52,7 @@ from trainckpt.resume.resume import ResumePoint, begin, record_parent, record_re
 from trainckpt.resume.script_values import given_by_script
 from trainckpt.resume.start_log import log_start
 from trainckpt.resume.weight_check import WeightCheck, recorded_digests
+from trainckpt.run_directory.run_url import PROVE_VARIABLE
 from trainckpt.run_directory.tier_config import WHERE, TierConfig, where
 from trainckpt.run_directory.tier_set import TierSet
 from trainckpt.save import encryption
@@ -339,9 +340,9 @@ def _publish_metrics(
     saver: SaveCoordinator,
     schedule: SaveSchedule,
 ) -> None:
-    """Publish metrics of the attempt from rank 0, if the options say where."""
+    """Publish metrics of the attempt from rank 0, if the options say where; never of a proof."""
     target, manifest = context.options.metrics, beginning.manifest
-    if target is None or context.world.rank != 0:
+    if target is None or context.world.rank != 0 or PROVE_VARIABLE in os.environ:
         return
     readings = RunReadings(
         tier=context.tier,

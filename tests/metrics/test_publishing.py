@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import stat
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 
 from tests.cli.test_pause import living, plain, wait_for  # noqa: F401 - `plain` is a fixture
 from tests.metrics.scraping import Values, free_port, scrape, step, tracked, warnings
+from tests.ranks.processes import run_ranks
 from trainckpt import Checkpointer
 from trainckpt.metrics.metric_table import METRICS
 from trainckpt.metrics.prometheus_output import prom_file_name
@@ -88,7 +91,23 @@ def test_the_names_and_kinds_are_those_of_the_table(tmp_path):
     assert kinds == {metric.name: metric.kind for metric in METRICS}
 
 
-def test_rank_0_alone_publishes_on_loopback(tmp_path):
+def test_of_two_ranks_one_publishes(tmp_path, monkeypatch):
+    port = free_port()
+    monkeypatch.delenv("TRAINCKPT_METRICS", raising=False)
+    ports = run_ranks(train_and_look, 2, str(tmp_path / "run"), port)
+    assert ports == [True, False]
+
+
+def train_and_look(rank, run, port):
+    """True if this rank listens on the port, and nobody was refused it."""
+    parts = tracked()
+    with Checkpointer(run, every="never", metrics=f"http:{port}", **parts) as ckpt:
+        step(ckpt, parts)
+        wait_for(lambda: scrape(port))
+        return ckpt._listener.metrics is not None and bool(sockets("self") & listening(port))
+
+
+def test_it_listens_on_loopback_alone(tmp_path):
     port = free_port()
     with living(tmp_path / "run", metrics=f"http:{port}"):
         wait_for(lambda: scrape(port))
@@ -170,6 +189,38 @@ def listening(port):
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     at = f"0100007F:{port:04X}"
     return {f"socket:[{line[9]}]" for line in lines if line[1] == at and line[3] == "0A"}
+
+
+def test_a_process_dump_finds_no_socket_and_no_thread_and_goes_on_with_both(tmp_path):
+    port, parts = free_port(), tracked()
+    with Checkpointer(tmp_path / "run", every="never", metrics=f"http:{port}", **parts) as ckpt:
+        step(ckpt, parts)
+        wait_for(lambda: scrape(port))
+        ckpt._listener.close_connections()
+        assert listening(port) == set()
+        assert "trainckpt-metrics" not in {thread.name for thread in threading.enumerate()}
+        ckpt._listener.reopen_connections()
+        wait_for(lambda: scrape(port))
+
+
+def test_after_a_dump_that_was_not_made_the_last_values_are_still_written(tmp_path):
+    run, parts = tmp_path / "run", tracked()
+    with Checkpointer(run, every="never", metrics=f"textfile:{tmp_path}", **parts) as ckpt:
+        step(ckpt, parts)
+        ckpt._listener.close_connections()
+    assert Values(prom_file(tmp_path, run).read_text())["running"] == 0
+
+
+def test_a_proof_publishes_nothing(tmp_path, monkeypatch):
+    from trainckpt.run_directory.run_url import PROVE_VARIABLE
+
+    (tmp_path / "proof").mkdir()
+    plan = {"place": str(tmp_path / "run"), "dir": str(tmp_path / "proof")}
+    monkeypatch.setenv(PROVE_VARIABLE, json.dumps(plan))
+    parts = tracked()
+    with Checkpointer(tmp_path / "run", metrics=f"textfile:{tmp_path}", **parts) as ckpt:
+        step(ckpt, parts)
+        assert ckpt._listener.metrics is None
 
 
 # ---- a file for node_exporter
