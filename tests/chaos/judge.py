@@ -93,6 +93,8 @@ def _attempt(play: Play, ended: Ended, permits: set[str]) -> Iterator[str]:
         explained |= faults.DEATH  # others follow a rank that no snapshot could save yet
     if _rolled_back(play, ended):
         explained |= {65}
+    if explained >= faults.DEATH and not ended.before[1]:
+        explained |= {65}  # a stop cannot save without the dead rank, and the run has no snapshot
     for code in set(ended.codes) - set(ORDERLY) - explained:
         yield f"ended with {code}, which {ended.faults or 'nothing'} does not explain"
     if set(ended.codes) <= {75} and not ended.hits:
