@@ -86,6 +86,12 @@ def test_each_worker_goes_on_with_its_own(name, kept):
         assert before + after == want, f"stopped at boundary {stop}"
 
 
+def forked(workers, **options):
+    """A loader whose dataset and collate_fn need not be pickled."""
+    context = "fork" if workers else None
+    return DataLoader(batch_size=4, num_workers=workers, multiprocessing_context=context, **options)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     ("make", "path"),
@@ -97,7 +103,7 @@ def test_each_worker_goes_on_with_its_own(name, kept):
     ids=["rest", "closure", "number"],
 )
 def test_what_does_not_is_named_as_it_trains_and_in_the_state(make, path, workers):
-    loader = TrackedLoader(DataLoader(batch_size=4, num_workers=workers, **make()), name="train")
+    loader = TrackedLoader(forked(workers, **make()), name="train")
     with pytest.warns(UserWarning, match=f"train: {path} changes from batch to batch, and is not"):
         for _, _ in zip(range(4), loader, strict=False):
             pass
@@ -169,7 +175,7 @@ def test_it_is_named_once_over_all_passes():
     "dataset", [Opens, d.Augmented, d.OwnGenerators, KeptCounts, d.Stream], ids=lambda k: k.__name__
 )
 def test_files_that_are_opened_caches_and_generators_are_not_named(dataset, workers):
-    loader = TrackedLoader(DataLoader(dataset(), batch_size=4, num_workers=workers), name="train")
+    loader = TrackedLoader(forked(workers, dataset=dataset()), name="train")
     assert list(loader)
     assert not any(p.how is How.NOT_KEPT for p in restored("train", loader.state(), in_place=True))
 

@@ -164,7 +164,8 @@ class Begun(Ordered):
 )
 @pytest.mark.filterwarnings("ignore:train. dataset")
 def test_what_else_a_pass_changed_is_named(dataset, name, limit):
-    make = loader_of(dataset, prefetch_factor=1)
+    # Python 3.14 pickles no itertools.count, as a fork server would have to.
+    make = loader_of(dataset, prefetch_factor=1, multiprocessing_context="fork")
     is_exact, named = resumed(make, BETWEEN if limit is None else limit + 1, limit)
     assert f"{name} in workers that persist" in named
     assert not is_exact

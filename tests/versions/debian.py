@@ -35,7 +35,7 @@ MORE = (
     "pytest-xdist",
     "pyyaml",
 )
-SITE = "opt/site"
+SITE = "usr/local/lib/python{}/dist-packages"  # where pip would install them as root
 MACHINE = sysconfig.get_config_var("MULTIARCH")  # x86_64-linux-gnu
 WITHOUT_LIBUV = """
 
@@ -68,7 +68,7 @@ def unpacked(release: str) -> Path:
         for name in ("hosts", "passwd", "group"):
             shutil.copy(f"/etc/{name}", found / "etc" / name)
         _let_torch_do_without_libuv(found)
-        _install_requirements(release, found / SITE)
+        _install_requirements(release, found / SITE.format(PYTHON[release]))
         for name in (*BOUND, *ROOT.parts[1:2]):
             (found / name).mkdir(exist_ok=True)
         # Where Debian's alternatives, which dpkg's scripts make, would point.
@@ -110,7 +110,7 @@ def command_in(release: str, *words: str) -> list[str]:
     binds = [f"mount --rbind /{name} '{folder}/{name}'" for name in BOUND]
     binds += [f"mkdir -p '{inner}'", f"mount --rbind '{ROOT}' '{inner}'"]
     script = " && ".join([*binds, f"exec chroot '{folder}' env -C '{ROOT}' \"$@\""])
-    settings = [f"PYTHONPATH=/{SITE}:{ROOT}/src:{ROOT}", "PYTHONDONTWRITEBYTECODE=1"]
+    settings = [f"PYTHONPATH={ROOT}/src:{ROOT}", "PYTHONDONTWRITEBYTECODE=1"]
     settings += ["PATH=/usr/bin:/bin", "HOME=/tmp", "OMP_NUM_THREADS=1"]
     return ["unshare", "-m", "sh", "-c", script, "sh", "-i", *settings, *words]
 

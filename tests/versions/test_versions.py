@@ -8,9 +8,13 @@ import pytest
 
 from tests.versions import debian
 
-CORE = ("attempt", "format", "inspect", "resume", "run_directory", "save", "snapshot")
+CORE = ("attempt", "data", "format", "inspect", "resume", "run_directory", "save", "snapshot")
+CORE += ("state", "stop")
 LEFT_OUT = {  # torch 2.6 has no FSDP2 on CPUs
-    "trixie": ["tests/inspect/test_load.py::test_whole_and_sharded_are_read_into_each_other"],
+    "trixie": [
+        "--deselect=tests/inspect/test_load.py::test_whole_and_sharded_are_read_into_each_other",
+        "--ignore=tests/state/test_fsdp.py",
+    ],
     "forky": [],
 }
 LIMIT_S = 3000.0
@@ -30,12 +34,20 @@ def run_in(release, *words):
 
 @pytest.mark.parametrize("release", debian.PYTHON)
 def test_the_core_s_tests_pass(release):
-    words = ["pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.versions.fork_workers"]
+    words = ["pytest", "-q", "-p", "no:cacheprovider"]
     words += ["--ignore=tests/save/test_growth.py"]  # it starts rclone, which is not in a release
-    words += [f"--deselect={name}" for name in LEFT_OUT[release]]
+    words += LEFT_OUT[release]
     for warning in ("ignore::FutureWarning", "ignore:This process:DeprecationWarning"):
         words += ["-W", warning]
     run_in(release, *words, *(f"tests/{name}" for name in CORE))
+
+
+@pytest.mark.parametrize("release", debian.PYTHON)
+def test_workers_that_are_not_forked_go_on_bitwise(release):
+    """Python 3.14 starts them by a fork server, unless it is told otherwise."""
+    words = ("pytest", "-q", "-p", "no:cacheprovider", "-m", "long")
+    said = run_in(release, *words, "tests/end_to_end/test_worker_starts.py")
+    assert "3 passed" in said
 
 
 @pytest.mark.parametrize("release", debian.PYTHON)
