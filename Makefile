@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-long slurm criu azurite kubernetes prometheus torchtitan check bench gpu gpu-pack campaign clean
+.PHONY: demo test test-long slurm chromium criu azurite kubernetes prometheus torchtitan check bench gpu gpu-pack campaign clean
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -19,7 +19,7 @@ demo: $(VENV)/.core
 	$(BIN)/trainckpt prove --nproc 2 --stops 2 -- examples/char_gpt.py --size small \
 	  --parallel ddp --steps 8 --accumulate 3 --workers 2 --save-every 3 --dropout 0.1
 
-test: $(VENV)/.dev slurm criu azurite
+test: $(VENV)/.dev slurm criu azurite chromium
 	$(BIN)/python -m compileall -q src tests examples
 	$(BIN)/python -m pytest -q -n 4 --dist worksteal --durations 15
 
@@ -33,6 +33,10 @@ test-long: $(VENV)/.acceptance torchtitan kubernetes prometheus
 # By apt, where this is root; otherwise the tests that need it are skipped.
 slurm:
 	@sh tests/slurm/install.sh
+
+# A browser for the tests of `trainckpt report --html`, likewise; half a minute.
+chromium:
+	@sh tests/install_chromium.sh
 
 # From a newer Debian release, into the environment; quick when it is there. docs/process-dumps.md
 criu: $(VENV)/.core

@@ -1,9 +1,14 @@
-"""report: report on a run: attempts, checkpoints, goodput, failures and advice."""
+"""report: report on a run: attempts, checkpoints, goodput, failures and advice.
+
+The terminal gets a summary, which needs nothing but the core. `--html` writes the whole as one file
+that works without a network (`report_page`), and needs the extra `report`.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
@@ -34,11 +39,17 @@ MILLI_S = 1.0  # below it, a stage is shown in milliseconds
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
     parser.add_argument("run", metavar="RUN", help="run directory or URL")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the whole report there")
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Print the summary or the document; write the page."""
     report = read_report(arguments.run)
+    if arguments.html:
+        from trainckpt.cli.report_page import write_page
+
+        num_bytes = write_page(report, arguments.html)
+        output.tell(f"wrote {arguments.html} ({output.size(num_bytes)})")
     if arguments.json:
         output.document(to_json(report))
         return 0

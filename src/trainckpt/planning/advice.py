@@ -33,7 +33,7 @@ MEMORY_SHARE = 0.4  # of the host's memory, for all of these
 AGREE_S = 5.0  # for ranks to agree on a stop, and to leave
 SAFETY = 2.0  # how much longer than planned a final save may take
 UNITS = (("h", 3600.0), ("min", 60.0), ("s", 1.0))
-POINTS = 81  # of a curve
+POINTS, OCTAVES = 81, 4.0  # of a curve, which reaches so far to both sides
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,22 @@ class Recommendation:
         """Return the expected share of the wall time that is lost, with all downtime."""
         return 1.0 - self.plan.loss.ettr
 
-    def curve(self, name: str) -> list[tuple[float, float]]:
+    def curve(self, name: str, *, also_s: float | None = None) -> list[tuple[float, float]]:
         """Return interval in seconds and % of the wall time lost, around the best interval.
 
         The other levels keep their interval, or the nearest one that still nests.
+
+        Args:
+            name: Of the level.
+            also_s: An interval that the curve shall reach.
         """
         best_s = self.plan.intervals[name]
+        reach = OCTAVES
+        if also_s:
+            reach = max(reach, abs(math.log2(also_s / best_s)) + 0.5)
         points = []
         for number in range(POINTS):
-            interval_s = best_s * 2.0 ** (8.0 * number / (POINTS - 1) - 4.0)
+            interval_s = best_s * 2.0 ** (reach * (2.0 * number / (POINTS - 1) - 1.0))
             points.append((interval_s, 100.0 * self._lost_at(name, interval_s)))
         return points
 
