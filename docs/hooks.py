@@ -14,6 +14,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
 ADDED = {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}
+IMAGE = re.compile(r'((?:src|srcset)=")docs/')  # in HTML, of the README
 LINK = re.compile(r"\[([^\]]+)\]\(([^)#\s]+)(#[^)]*)?\)")
 EXTERNAL = re.compile(r'(?:src="|<link rel="(?!canonical)[^>]* href=")(?:https?:)?//[^"]*')
 
@@ -49,7 +50,7 @@ def with_links_of_the_site(text: str, page: str, linked: set[str]) -> str:
             linked.add(path)
         return f"[{title}]({ADDED.get(path, path.removeprefix('docs/'))}{anchor})"
 
-    return LINK.sub(rewrite, text)
+    return LINK.sub(rewrite, IMAGE.sub(r"\1", text) if page in ADDED else text)
 
 
 def on_post_page(output: str, **_: object) -> str:
