@@ -18,6 +18,7 @@ from tests.kubernetes.training import (
     last_committed_step,
     resumed_from,
     save_each_step,
+    set_variable,
     submitted,
 )
 from tests.start_commands.pace import SLOW
@@ -70,6 +71,26 @@ def test_a_pod_that_trains_on_while_it_is_deleted_spoils_nothing(begin, straight
     began = until_both_have_trained(training)
     (training.run.folder / "overlapped").touch()
     assert training.until_ended(first)["exitCode"] == 75
+    (training.run.folder / SLOW).unlink()
+    training.until_complete()
+    assert_older_attempt_is_fenced(training.run, began)
+    assert_repeated_exactly(training.run, straight(1))
+
+
+def test_a_pod_on_a_lost_node_that_is_deleted_by_force_spoils_nothing(begin, straight):
+    """Its node cannot be asked to end it: it trains on until the node is back."""
+
+    def slow(job):
+        """A loss is found out after 40 s: the run must last longer."""
+        set_variable(job, "PAUSE_S", "4")
+        save_each_step(job)
+
+    training = begin(slow)
+    first = training.running()
+    with training.cluster.lost(NODES[0]):
+        training.cluster.api.delete("pods", first, training.namespace, gracePeriodSeconds=0)
+        began = until_both_have_trained(training)
+        assert training.ended(first) == {}  # nobody has heard of its end
     (training.run.folder / SLOW).unlink()
     training.until_complete()
     assert_older_attempt_is_fenced(training.run, began)

@@ -6,15 +6,18 @@ are objects of that server, and their controllers are ours (`job_set_controllers
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
-from tests.daemons import wait_for
+from tests.daemons import free_ports, wait_for
 from tests.kubernetes.api_client import ApiError
 from tests.kubernetes.job_controller import COMPLETE, Job
-from tests.kubernetes.job_set_controllers import Queue
+from tests.kubernetes.job_set_controllers import JobSet, Queue, TrainJob
 from tests.kubernetes.training import (
     LIMIT_S,
     Training,
+    container_of,
     manifest,
     train,
 )
@@ -22,6 +25,51 @@ from tests.start_commands.pace import SLOW
 from tests.start_commands.started import Run
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+PODS = ("train-node-0-1", "train-node-0-2")
+
+
+@pytest.fixture
+def training(cluster, namespace, tmp_path):
+    return Training(cluster, namespace, Run(tmp_path / "r", 2))
+
+
+def job_set_for(run, change=lambda job: None):
+    """The JobSet of `configs/kubernetes`, to train `run` in its two pods."""
+    whole = manifest("jobset.yaml")
+    (job,) = whole["spec"]["replicatedJobs"]
+    train(job["template"], run, pods=2)
+    words = container_of(job["template"])["command"]
+    port = words.index("--rdzv-endpoint") + 1  # all pods here have one network
+    words[port] = words[port].replace("29500", str(free_ports(1)[0]))
+    change(job["template"])
+    return whole
+
+
+def as_job_set(training):
+    return JobSet(training.cluster.api, training.namespace, job_set_for(training.run))
+
+
+def as_train_job(training):
+    """A TrainJob whose runtime has the template of the JobSet, and that names the command."""
+    api, version = training.cluster.api, "trainer.kubeflow.org/v1alpha1"
+    spec = job_set_for(training.run)["spec"]
+    template = copy.deepcopy(spec)
+    container_of(template["replicatedJobs"][0]["template"])["command"] = ["false"]
+    runtime = {"kind": "TrainingRuntime", "metadata": {"name": "trainckpt"}}
+    body = {"apiVersion": version, **runtime, "spec": {"template": {"spec": template}}}
+    api.create("trainingruntimes", body, training.namespace)
+    command = container_of(spec["replicatedJobs"][0]["template"])["command"]
+    job = {
+        "apiVersion": version,
+        "kind": "TrainJob",
+        "metadata": {"name": "train"},
+        "spec": {
+            "runtimeRef": {"name": "trainckpt", "kind": "TrainingRuntime"},
+            "trainer": {"command": command, "numNodes": 2},
+        },
+    }
+    return TrainJob(api, training.namespace, job)
 
 
 def until(controller, training, condition):
@@ -37,6 +85,49 @@ def until(controller, training, condition):
 def until_trained(controller, training, more):
     wanted = training.run.trained() + more
     until(controller, training, lambda: training.run.trained() >= wanted)
+
+
+@pytest.mark.parametrize(
+    ("submit", "end", "reasons"),
+    [
+        (as_job_set, "Completed", ("SuspendedJobs", "ResumeJobs")),
+        (as_train_job, "Complete", ("Suspended", "Resumed")),
+    ],
+)
+def test_all_pods_of_a_suspended_set_save_and_it_continues_where_they_stopped(
+    training, straight, submit, end, reasons
+):
+    jobs = submit(training)
+    until_trained(jobs, training, 4)
+    assert {pod["spec"]["nodeName"] for pod in training.pods()} == {"n1", "n2"}
+    jobs.suspend()
+    until(jobs, training, lambda: jobs.conditions() and not jobs.pods())
+    assert jobs.conditions()["Suspended"] == ("True", reasons[0])
+    assert {training.ended(pod)["exitCode"] for pod in PODS} == {75}, training.said()
+    training.run.assert_stopped(1)
+    (training.run.folder / SLOW).unlink()
+    jobs.suspend(False)
+    until(jobs, training, lambda: jobs.ended)
+    assert jobs.ended == end, training.said()
+    assert jobs.conditions()["Suspended"] == ("False", reasons[1])
+    training.run.assert_exact(straight(2))
+
+
+def test_a_set_that_is_suspended_is_restarted_once_and_that_does_not_count(training, straight):
+    """By the rule that fails its Job on 75: its new Jobs are made suspended, without pods."""
+    jobs = as_job_set(training)
+    until_trained(jobs, training, 3)
+    jobs.suspend()
+    until(jobs, training, lambda: jobs.restarts() == (1, 0))
+    for _ in range(5):
+        jobs.step()
+        assert jobs.pods() == []
+    (training.run.folder / SLOW).unlink()
+    jobs.suspend(False)
+    until(jobs, training, lambda: jobs.ended)
+    assert jobs.ended == "Completed", training.said()
+    assert jobs.restarts() == (1, 0)
+    training.run.assert_exact(straight(2))
 
 
 def test_kueue_preempts_a_job_for_an_urgent_one_and_admits_it_again(
