@@ -7,46 +7,26 @@ python -m tests.elastic --starter trainckpt ...      `trainckpt run` in place of
 
 from __future__ import annotations
 
-import argparse
-import shutil
-import tempfile
-from collections import Counter
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tests.elastic import agents, chaos, trace
+from tests.elastic import agents, chaos, storm
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 STARTERS = {"torchrun": agents.TORCHRUN, "trainckpt": agents.TRAINCKPT_RUN}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        "python -m tests.elastic",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--count", type=int, default=20)
-    parser.add_argument("--seed-from", type=int, default=1)
-    parser.add_argument("--replay", type=int, metavar="SEED")
+    parser = storm.arguments("tests.elastic", str(__doc__))
     parser.add_argument("--starter", choices=STARTERS, default="torchrun")
     args = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="trainckpt-elastic-"))
-    seeds = range(args.seed_from, args.seed_from + args.count)
-    references, verdicts = chaos.References(folder), Counter[str]()
-    for seed in seeds if args.replay is None else [args.replay]:
-        case, place = chaos.draw(seed), folder / f"seed{seed}"
-        storm = chaos.Storm(case, place, STARTERS[args.starter])
-        ended = storm.run(references)
-        verdicts[ended.verdict] += 1
-        print(f"seed {seed}: {ended.verdict}: {ended.why}\n  " + "; ".join(ended.done), flush=True)
-        if ended.verdict == trace.FAILED or args.replay is not None:
-            print(storm.logs(), flush=True)
-            print(f"kept: {place}", flush=True)
-        else:
-            shutil.rmtree(place)
-    print(", ".join(f"{name}: {verdicts[name]}" for name in sorted(verdicts)))
-    if args.replay is None and not verdicts[trace.FAILED]:
-        shutil.rmtree(folder)
-    return 1 if verdicts[trace.FAILED] else 0
+
+    def make(seed: int, place: Path) -> tuple[str, chaos.Storm]:
+        case = chaos.draw(seed)
+        return case.words, chaos.Storm(case, place, STARTERS[args.starter])
+
+    return storm.run_seeds(args, make, chaos.References)
 
 
 if __name__ == "__main__":

@@ -14,15 +14,15 @@ it does not finish in time, or leaves a process behind.
 from __future__ import annotations
 
 import signal
-import time
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from tests.elastic import trace
+from tests.elastic import storm, trace
 from tests.elastic.agents import MOST, TORCHRUN, Agents, Place
+from tests.elastic.storm import Ended
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,8 +37,6 @@ TRAINS = 0.7  # the share of events that come once the ranks train again after t
 TRAINS_WITHIN_S = 40.0  # no longer: the event before may have left nobody
 FINISH_S = 240.0  # from the last event to the end of the run
 LEFT_S = 10.0  # for agents to leave, and orphans to notice that theirs is gone
-LOOK_S = 0.2
-BUSY_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -68,15 +66,6 @@ class Case:
         return f"{self.agents} agents; {events}"
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a case ended: `trace`'s verdict, why, and what was done when."""
-
-    verdict: str
-    why: str
-    done: tuple[str, ...]
-
-
 def draw(seed: int) -> Case:
     """The case of this seed."""
     random = Random(seed)
@@ -92,71 +81,41 @@ def draw(seed: int) -> Case:
     return Case(seed, random.randint(1, MOST), events)
 
 
-class Storm:
-    """One case as it runs."""
+class Storm(storm.Storm):
+    """One case as it runs, with agents that `starter` starts."""
 
     def __init__(self, case: Case, folder: Path, starter: Sequence[str] = TORCHRUN) -> None:
         self._case = case
         self._agents = Agents(folder, starter=starter, epochs=EPOCHS, samples=SAMPLES)
-        self._done: list[str] = []
-        self._seen = 0
-        self._begun_s = time.monotonic()
+        super().__init__(self._agents.trace, trains_within_s=TRAINS_WITHIN_S, finish_s=FINISH_S)
 
     def run(self, references: References) -> Ended:
         try:
-            finished = self._drive()
-            verdict, why = trace.FAILED, f"not finished {FINISH_S:g} s after the last event"
-            if finished:
+            verdict, why = trace.FAILED, self.unfinished
+            if self.drive(self._case.events):
                 verdict, why = self._judge(references)
         finally:
             self._agents.end()
-        return Ended(verdict, why, tuple(self._done))
+        return Ended(verdict, why, tuple(self.done))
 
-    def logs(self) -> str:
-        return self._agents.said(3000)
+    def said(self, most: int = 1_000_000) -> str:
+        return self._agents.said(most)
 
-    def _drive(self) -> bool:
-        """Let the events happen, and wait for the end of the run; False if it does not come."""
-        self._submit()
-        for event in self._case.events:
-            if event.trains and self._wait(TRAINS_WITHIN_S, for_attempt=True):
-                return True
-            if self._wait(event.after_s):
-                return True
-            self._happen(event)
-        return self._wait(FINISH_S)
+    def go_on(self) -> bool | None:
+        """Agents may still be there: torchrun waits 300 s for one that was killed."""
+        if self._agents.has_finished():
+            return True
+        if not self._agents.running():
+            self._agents.begin_launch()
+            self.submit()
+        return None
 
-    def _wait(self, seconds: float, *, for_attempt: bool = False) -> bool:
-        """Submit the job again where nobody is left; True once the run is finished.
-
-        Agents may still be there: torchrun waits 300 s for one that was killed.
-
-        `for_attempt`: Only until an attempt trains that did not when this was called last.
-        """
-        until_s = time.monotonic() + seconds
-        while time.monotonic() < until_s:
-            if self._agents.has_finished():
-                return True
-            if for_attempt and (newest := self._newest()) > self._seen:
-                self._seen = newest
-                return False
-            if not self._agents.running():
-                self._agents.begin_launch()
-                self._submit()
-            time.sleep(LOOK_S)
-        return False
-
-    def _newest(self) -> int:
-        """The newest attempt that has trained; 0: none."""
-        starts = trace.starts(self._agents.trace)
-        return max((start.attempt for start in starts if any(start.lines.values())), default=0)
-
-    def _submit(self) -> None:
+    def submit(self) -> None:
         for _ in range(self._case.agents):
             self._agents.start()
         self._note(f"{self._case.agents} agents submitted")
 
-    def _happen(self, event: Event) -> None:
+    def happen(self, event: Event) -> None:
         running = self._agents.running()
         number = int(event.pick * len(running))
         what = event.what
@@ -178,16 +137,15 @@ class Storm:
         self._note(f"{what}, of {len(running)}")
 
     def _note(self, what: str) -> None:
-        attempts = trace.starts(self._agents.trace)
-        at = f"attempt {attempts[-1].attempt}" if attempts else "no attempt"
-        self._done.append(f"{time.monotonic() - self._begun_s:.1f} s, {at}: {what}")
+        attempts = self.starts()
+        self.note(what, attempts[-1].attempt if attempts else 0)
 
     def _judge(self, references: References) -> tuple[str, str]:
         self._note("finished")
         psutil.wait_procs(self._agents.left_over(), LEFT_S)
         if left := self._agents.left_ranks():
             return trace.FAILED, f"left behind: {[rank.pid for rank in left]}"
-        attempts = trace.starts(self._agents.trace)
+        attempts = self.starts()
         if wrong := trace.wrong_words(attempts, self._agents.said()):
             return trace.FAILED, wrong
         return trace.verdict(attempts, EPOCHS, SAMPLES, references.of(attempts[-1].world))

@@ -37,7 +37,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from tests.elastic import trace
+from tests.elastic import storm, trace
+from tests.elastic.storm import Ended
 from tests.ray_chaos.cluster import Nodes
 
 if TYPE_CHECKING:
@@ -60,7 +61,6 @@ GRACE_S = 15.0  # of a drain
 FINISH_S = 300.0  # from the last event to the end of the run
 LEFT_S = 20.0
 SUBMITS = 8
-LOOK_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -99,15 +99,6 @@ class Case:
         return f"{self.nodes} nodes, {number}, {sampler}, a save every {self.every}"
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a case ended: the verdict, why, and what was done when."""
-
-    verdict: str
-    why: str
-    done: tuple[str, ...]
-
-
 def draw(seed: int) -> Case:
     """The case of this seed."""
     random = Random(seed)
@@ -132,35 +123,33 @@ def draw(seed: int) -> Case:
     )
 
 
-class Storm:
+class Storm(storm.Storm):
     """One case as it runs."""
 
     def __init__(self, case: Case, folder: Path) -> None:
         self._case, self._folder, self._trace = case, folder, folder / "trace"
+        super().__init__(self._trace, trains_within_s=TRAINS_WITHIN_S, finish_s=FINISH_S)
         self._trace.mkdir(parents=True)
         self._run = folder / "storage/chaos/trainckpt"
-        self._done: list[str] = []
-        self._seen = 0
         self._drivers: list[subprocess.Popen[bytes]] = []
         self._frozen: list[psutil.Process] = []
-        self._begun_s = time.monotonic()
 
     def run(self, references: References) -> Ended:
-        finished, left = self.drive()
-        verdict, why = trace.FAILED, f"not finished {FINISH_S:g} s after the last event"
+        finished, left = self.finish()
+        verdict, why = trace.FAILED, self.unfinished
         if left:
             why = f"left behind: {left}"
         elif finished:
             verdict, why = self._judge(references)
-        return Ended(verdict, why, tuple(self._done))
+        return Ended(verdict, why, tuple(self.done))
 
-    def drive(self) -> tuple[bool, list[str]]:
+    def finish(self) -> tuple[bool, list[str]]:
         """Whether the run was finished, and the processes that outlived its cluster."""
         if self._case.events:
             (self._trace / "slowly").touch()
         self._nodes = Nodes(self._folder, self._case.nodes)
         try:
-            finished = self._drive()
+            finished = self.drive(self._case.events)
             self._note("finished" if finished else "not finished")
         finally:
             left = self._close()
@@ -174,44 +163,22 @@ class Storm:
         ]
         return "\n".join(texts)
 
-    def starts(self) -> list[trace.Start]:
-        return trace.starts(self._trace)
-
-    def _drive(self) -> bool:
-        """Let the events happen, and wait for the end of the run; False if it does not come."""
-        self._submit()
-        for event in self._case.events:
-            if event.trains and self._wait(TRAINS_WITHIN_S, for_attempt=True):
-                return True
-            if self._wait(event.after_s):
-                return True
-            self._happen(event)
+    def calm(self) -> None:
         (self._trace / "slowly").unlink(missing_ok=True)
         if not self._nodes.staying:
             self._nodes.add()
-        return self._wait(FINISH_S)
 
-    def _wait(self, seconds: float, *, for_attempt: bool = False) -> bool:
-        """Submit the job again where its driver has ended; True once the run is finished.
-
-        `for_attempt`: Only until an attempt trains that did not when this was called last.
-        """
-        until_s = time.monotonic() + seconds
-        while time.monotonic() < until_s:
-            self._nodes.remove_drained()
-            if for_attempt and (newest := self._trains()) > self._seen:
-                self._seen = newest
+    def go_on(self) -> bool | None:
+        self._nodes.remove_drained()
+        if self._drivers[-1].poll() is not None:
+            if self._outcome() == "finished" and self._drivers[-1].returncode == 0:
+                return True
+            if len(self._drivers) == SUBMITS:
                 return False
-            if self._drivers[-1].poll() is not None:
-                if self._outcome() == "finished" and self._drivers[-1].returncode == 0:
-                    return True
-                if len(self._drivers) == SUBMITS:
-                    return False
-                self._submit()
-            time.sleep(LOOK_S)
-        return False
+            self.submit()
+        return None
 
-    def _submit(self) -> None:
+    def submit(self) -> None:
         while len(self._nodes.staying) < self._case.nodes:
             self._nodes.add()
         if self._drivers:
@@ -235,7 +202,7 @@ class Storm:
 
     # ---- events
 
-    def _happen(self, event: Event) -> None:
+    def happen(self, event: Event) -> None:
         what = event.what
         if what in OF_WORKERS:
             workers = self._workers(self._newest())
@@ -268,7 +235,7 @@ class Storm:
             elif event.what == HANG:
                 worker.suspend()
                 self._frozen.append(worker)
-                self._wait(TRAINS_WITHIN_S, for_attempt=True)
+                self.wait_for_attempt()
                 worker.resume()
                 return ", which goes on"
             elif event.what == KILL_SAVING:
@@ -318,9 +285,7 @@ class Storm:
     # ---- what there is
 
     def _note(self, what: str) -> None:
-        self._done.append(
-            f"{time.monotonic() - self._begun_s:.1f} s, attempt {self._newest()}: {what}"
-        )
+        self.note(what, self._newest())
 
     def _newest(self) -> int:
         """The newest attempt; 0: none."""
@@ -348,10 +313,6 @@ class Storm:
                 with suppress(psutil.NoSuchProcess):
                     found.append(psutil.Process(pid))
         return found
-
-    def _trains(self) -> int:
-        """The newest attempt that has trained; 0: none."""
-        return max((one.attempt for one in self.starts() if any(one.lines.values())), default=0)
 
     # ---- the end
 
@@ -394,8 +355,10 @@ class References:
         key = world, prepared
         if key not in self._known:
             case = Case(0, world, False, prepared, "1000 steps", ())
-            storm = Storm(case, self._folder / f"reference{world}{'-prepared' if prepared else ''}")
-            assert storm.drive() == (True, []), storm.said(3000)
-            (only,) = storm.starts()
+            straight = Storm(
+                case, self._folder / f"reference{world}{'-prepared' if prepared else ''}"
+            )
+            assert straight.finish() == (True, []), straight.said(3000)
+            (only,) = straight.starts()
             self._known[key] = trace.kept([only])
         return self._known[key]
