@@ -9,6 +9,7 @@ of the attempt waits for the last values, but not long.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import threading
@@ -25,11 +26,16 @@ if TYPE_CHECKING:
     from trainckpt.metrics.run_readings import RunReadings
 
 PUBLISH_EVERY_S = 15.0
-END_WITHIN_S = 3.0
+END_WITHIN_S, SUSPEND_WITHIN_S = 3.0, 15.0
 NEEDS = {  # kind -> module, and the extra that installs it
     TEXTFILE: ("prometheus_client", "metrics"),
     HTTP: ("prometheus_client", "metrics"),
     OTLP: ("opentelemetry.exporter.otlp.proto.http", "otlp"),
+}
+OUTPUTS = {
+    TEXTFILE: "trainckpt.metrics.prometheus_output",
+    HTTP: "trainckpt.metrics.prometheus_output",
+    OTLP: "trainckpt.metrics.otlp_output",
 }
 
 
@@ -71,6 +77,8 @@ class MetricsPublisher:
         self._stopping = threading.Event()
         self._endpoint: HttpEndpoint | None = None
         self._thread: threading.Thread | None = None
+        # Now, not on the thread: a loader worker forked amid an import waits for its lock for ever.
+        importlib.import_module(OUTPUTS[target.kind])
 
     def start(self) -> None:
         """Publish from now on."""
@@ -86,7 +94,7 @@ class MetricsPublisher:
         """
         self.end_soon()
         if self._thread is not None:
-            self._thread.join(END_WITHIN_S)
+            self._thread.join(SUSPEND_WITHIN_S)  # a collector may not answer
             if self._thread.is_alive():
                 raise TimeoutError(f"metrics are still being sent ({self._target.text})")
             self._thread = None
@@ -152,6 +160,8 @@ class MetricsPublisher:
                 sink.publish()
             except MetricsUnpublished as error:
                 self._log_once(str(error), error.hint)
+            except Exception as error:  # noqa: BLE001 - it may pass, and training goes on
+                self._log_once(f"{type(error).__name__}: {error}", "report it, please")
             if not is_last:
                 self._stopping.wait(PUBLISH_EVERY_S)
         sink.close()

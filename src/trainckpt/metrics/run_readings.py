@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from trainckpt.save.schedule import SaveSchedule
     from trainckpt.storage.base import RunTier
 
+READ_TRIES = 5
 UNKNOWN = "unknown"  # it left no outcome
 ENDS = (STOPPED, FAILED, KILLED, FINISHED, UNKNOWN)  # of the attempt before a resume
 
@@ -113,6 +114,12 @@ class RunReadings:
 
     def read(self) -> list[Reading]:
         """Return every metric that has a value now."""
+        for _ in range(READ_TRIES - 1):
+            with contextlib.suppress(RuntimeError):  # a container has changed meanwhile
+                return self._read()
+        return self._read()
+
+    def _read(self) -> list[Reading]:
         status = self._status()
         readings = [*self._progress(status), *self._saves(status), *self._copies(status)]
         with contextlib.suppress(TrainckptError):  # the records are read again next time
