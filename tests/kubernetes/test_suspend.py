@@ -12,13 +12,16 @@ import pytest
 
 from tests.daemons import free_ports, wait_for
 from tests.kubernetes.api_client import ApiError
-from tests.kubernetes.job_controller import COMPLETE, Job
+from tests.kubernetes.job_controller import COMPLETE, Job, disrupt
 from tests.kubernetes.job_set_controllers import JobSet, Queue, TrainJob
 from tests.kubernetes.training import (
     LIMIT_S,
     Training,
+    assert_repeated_exactly,
     container_of,
     manifest,
+    save_each_step,
+    set_variable,
     train,
 )
 from tests.start_commands.pace import SLOW
@@ -130,6 +133,38 @@ def test_a_set_that_is_suspended_is_restarted_once_and_that_does_not_count(train
     training.run.assert_exact(straight(2))
 
 
+def test_a_set_whose_one_pod_is_drained_saves_in_all_and_starts_again_as_a_whole(
+    training, straight
+):
+    jobs = as_job_set(training)
+    until_trained(jobs, training, 3)
+    disrupt(training.cluster.api, PODS[1], training.namespace)
+    until(jobs, training, lambda: all(training.ended(pod) for pod in PODS))
+    (training.run.folder / SLOW).unlink()
+    assert {training.ended(pod)["exitCode"] for pod in PODS} == {75}, training.said()
+    training.run.assert_stopped(1)
+    until(jobs, training, lambda: jobs.ended)
+    assert jobs.ended == "Completed", training.said()
+    assert jobs.restarts() == (1, 0)
+    training.run.assert_exact(straight(2))
+
+
+def test_a_set_whose_pod_crashes_starts_again_and_that_counts(training, straight):
+    def crash(job):
+        save_each_step(job)
+        set_variable(job, "FAIL_AT", "8")
+        set_variable(job, "FAIL_BY", "exception")
+
+    body = job_set_for(training.run, crash)
+    jobs = JobSet(training.cluster.api, training.namespace, body)
+    until(jobs, training, lambda: jobs.restarts() == (1, 1))
+    (training.run.folder / SLOW).unlink()
+    until(jobs, training, lambda: jobs.ended)
+    assert jobs.ended == "Completed", training.said()
+    assert jobs.restarts() == (1, 1)
+    assert_repeated_exactly(training.run, straight(2))
+
+
 def test_kueue_preempts_a_job_for_an_urgent_one_and_admits_it_again(
     cluster, namespace, straight, tmp_path
 ):
@@ -152,6 +187,29 @@ def test_kueue_preempts_a_job_for_an_urgent_one_and_admits_it_again(
     assert (jobs[urgent].ended, jobs[low].ended) == (COMPLETE, COMPLETE), low.said()
     assert (jobs[low].pods_made, jobs[low].failed, jobs[urgent].pods_made) == (2, 0, 1)
     low.run.assert_exact(straight(1))
+    urgent.run.assert_exact(straight(1))
+
+
+def test_kueue_preempts_a_set_for_an_urgent_job_and_admits_it_again(
+    cluster, namespace, straight, tmp_path
+):
+    low = Training(cluster, namespace, Run(tmp_path / "low", 2))
+    urgent = Training(cluster, namespace, Run(tmp_path / "urgent", 1), "urgent")
+    jobs = as_job_set(low)
+    body = manifest("kueue.yaml")
+    train(body, urgent.run, claim=urgent.claim)
+    job = Job(cluster.api, namespace, body, "urgent")
+    queue = Queue(gpus=16)
+    queue.submit(jobs, priority=0, gpus=16)
+    until_trained(queue, low, 4)
+    queue.submit(job, priority=100, gpus=8)
+    (urgent.run.folder / SLOW).unlink()
+    until(queue, low, lambda: all(low.ended(pod) for pod in PODS))
+    low.run.assert_stopped(1)
+    (low.run.folder / SLOW).unlink()
+    until(queue, low, lambda: jobs.ended)
+    assert (job.ended, jobs.ended) == (COMPLETE, "Completed"), low.said()
+    low.run.assert_exact(straight(2))
     urgent.run.assert_exact(straight(1))
 
 
