@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tests.campaign.watch import Scene
 from tests.chaos import rooms
 from tests.chaos.attempt import Attempt, Places
-from tests.chaos.faults import CATALOGUE, HANGS, MOST_S, anywhere
+from tests.chaos.faults import CATALOGUE, HANGS, MOST_S, WEIGHTS
 from tests.chaos.rooms import RUN
 from trainckpt.encryption import keys
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from tests.chaos.stage import Stage
 
 TRAINS, SAVES, BEGINS = "training", "save", "start"  # moments
-RARE = 2.5  # how much likelier is a fault that is not possible everywhere
 MOST_ATTEMPTS = 12
 LIMIT_S, RANK_S = 75.0, 15.0  # longer is a hang; more for each rank
 SUPERVISED_S = 60.0  # more for each launch by `trainckpt run`
@@ -97,8 +96,8 @@ def _shot(random: Random, possible: Sequence[str], *, first: bool) -> Shot:
     moment = random.choices([TRAINS, SAVES, BEGINS], [5, 2, 1 if first else 4])[0]
     after = random.randrange(1, 9) if moment != BEGINS else random.randrange(300)
     lasts_s = random.choice([None, random.uniform(0.1, 3.0)])
-    rare = [1.0 if CATALOGUE[name].needs is anywhere else RARE for name in possible]
-    fault = random.choices(possible, rare)[0]
+    weights = [WEIGHTS.get(CATALOGUE[name].needs, 1) for name in possible]
+    fault = random.choices(possible, weights)[0]
     return Shot(fault, moment, after, lasts_s, random.random())
 
 

@@ -14,9 +14,11 @@ no longer than `MOST_S` where it would never end.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
+import secrets
 import shutil
 import signal
 import time
@@ -43,6 +45,8 @@ STOP = frozenset({-15, -10, 143, 138})  # by a signal before the run began
 STORAGE = frozenset({65, 69, 71, 74})
 STARVED = DEATH | STORAGE | {-11, 139}
 
+# Numbers of processes are no names: another chaos may have the same, in a namespace of its own.
+PROCESSES_GROUP = Path("/sys/fs/cgroup/pids") / f"trainckpt-chaos-{secrets.token_hex(4)}"
 MOST_S = 15.0  # longer than `survivors` waits for a rank, and than a store may be silent
 
 
@@ -105,6 +109,18 @@ def has_tier(room: Room) -> bool:
 
 def supervised(room: Room) -> bool:
     return room.launcher == RUN
+
+
+# How much likelier a fault is drawn in the few rooms where it is possible.
+WEIGHTS = {
+    supervised: 9,
+    has_tier: 12,
+    in_store: 5,
+    on_no_disk: 2,
+    on_hosts: 2,
+    has_workers: 2,
+    on_disk: 1.5,
+}
 
 
 # ---- processes
@@ -409,7 +425,7 @@ def file_size_of(_: int) -> int:
 
 def groups(play: Play) -> str:
     """No process may begin, nor a thread."""
-    folder = Path("/sys/fs/cgroup/pids") / f"trainckpt-chaos-{os.getpid()}"
+    folder = PROCESSES_GROUP
     folder.mkdir(exist_ok=True)
     members = play.attempt.members()
     for pid in members:
@@ -422,8 +438,9 @@ def groups(play: Play) -> str:
 
 
 def no_groups(_: Play) -> None:
-    folder = Path("/sys/fs/cgroup/pids") / f"trainckpt-chaos-{os.getpid()}"
-    (folder / "pids.max").write_text("max")
+    (PROCESSES_GROUP / "pids.max").write_text("max")
+    with contextlib.suppress(OSError):  # while processes of the attempt are in it
+        PROCESSES_GROUP.rmdir()
 
 
 def pids_can_be_limited(_: Room) -> bool:
