@@ -72,7 +72,8 @@ ln -sfn /proc/self/fd {root}/dev/fd
 touch {root}/dev/termination-log
 mount --bind {log} {root}/dev/termination-log
 hostname {name}
-printf '{hosts}' >{root}/etc/hosts
+touch {root}/etc/hosts
+mount --bind {hosts} {root}/etc/hosts
 """
 
 
@@ -126,7 +127,8 @@ class Pod:
         if limit := self.container.get("resources", {}).get("limits", {}).get("memory"):
             self._memory = self._resources.enter_context(cgroup.made(num_bytes(limit)))
         script = self.folder / "container.sh"
-        script.write_text(self._script(volumes, variables, hosts))
+        self.write_hosts(hosts)
+        script.write_text(self._script(volumes, variables))
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(
                 [
@@ -139,9 +141,7 @@ class Pod:
                 start_new_session=True,
             )
 
-    def _script(
-        self, volumes: dict[str, str], variables: dict[str, str], hosts: Sequence[str]
-    ) -> str:
+    def _script(self, volumes: dict[str, str], variables: dict[str, str]) -> str:
         scratch, log = self.folder / "scratch", self.folder / "termination-log"
         scratch.mkdir(exist_ok=True)
         log.write_text("")
@@ -153,7 +153,7 @@ class Pod:
                 log=log,
                 devices=" ".join(DEVICES),
                 name=self.host_name,
-                hosts="\\n".join([*hosts, ""]),
+                hosts=self._hosts,
             )
         ]
         if self._memory is not None:
@@ -180,10 +180,15 @@ class Pod:
         return int(children[0]) if children else None
 
     def write_hosts(self, lines: Sequence[str]) -> None:
-        """Replace the running container's /etc/hosts."""
-        pid = self.first_process()
-        with contextlib.suppress(OSError):  # it has just ended
-            Path(f"/proc/{pid}/root/etc/hosts").write_text("\n".join([*lines, ""]))
+        """Replace the container's /etc/hosts, a file of this machine that it sees there.
+
+        Never by /proc/PID/root: until the container has changed its root, that is the machine's.
+        """
+        self._hosts.write_text("\n".join([*lines, ""]))
+
+    @property
+    def _hosts(self) -> Path:
+        return self.folder / "hosts"
 
     def stop(self, now_s: float) -> None:
         """Go one step further towards the end of a pod that is being deleted."""
