@@ -11,6 +11,7 @@ import pytest
 from tests.kubernetes.cluster import NODES, running, why_not
 from tests.start_commands.conftest import straight  # noqa: F401 - fixtures
 
+HOSTS = Path("/etc/hosts")
 numbers = itertools.count(1)
 
 
@@ -25,11 +26,13 @@ def control_plane():
 
 @pytest.fixture
 def cluster(control_plane):
-    """Two nodes that take pods, and none there yet."""
+    """Two nodes that take pods, and none there yet; what they do stays in the pods."""
+    hosts = HOSTS.read_bytes()
     for node in NODES:
         control_plane.cordon(node, off=True)
     yield control_plane
     control_plane.clear()
+    assert HOSTS.read_bytes() == hosts, f"a pod has written this machine's {HOSTS}"
 
 
 @pytest.fixture
