@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.git_commit import GitCommit
 from trainckpt.attempt.log import logger, prepare
-from trainckpt.attempt.options import TABLE, pop_data_world, read_options
+from trainckpt.attempt.options import TABLE, may_be_option, pop_data_world, read_options
 from trainckpt.attempt.progress_counter import ProgressCounter
 from trainckpt.attempt.save_handle import SaveHandle
 from trainckpt.attempt.script_hooks import Hooks
@@ -98,7 +98,10 @@ class Checkpointer:
             self._set_up(run, loader, keywords)
 
     def _set_up(self, run: Any, loader: Any, keywords: dict[str, Any]) -> None:
-        self.options = read_options({name: keywords.pop(name, None) for name in TABLE})
+        self.options = read_options(
+            {n: keywords.pop(n, None) for n in TABLE if may_be_option(n, keywords.get(n))}
+        )
+        keywords = dict(**self._trainer_objects(), **keywords)
         shield_all_loaders()
         self._tier = run_url.open_run_tier(run)
         slower = open_slower(self.options.tiers, self.options.durable, self._tier)
@@ -645,6 +648,10 @@ class Checkpointer:
         return True
 
     # ---- small things
+
+    def _trainer_objects(self) -> dict[str, Any]:
+        """Return the objects of the framework that runs the script, to track under these names."""
+        return {}
 
     def _trainer_sources(self) -> Sequence[NoticeSource]:
         """Return the notice sources of the framework that runs the script, not started."""

@@ -180,6 +180,11 @@ def read_options(
     return Options(**values, origins=origins)
 
 
+def may_be_option(name: str, value: object) -> bool:
+    """Return False for an object to track under the name of an option: such as `metrics`."""
+    return name != "metrics" or value is None or isinstance(value, str)
+
+
 def shown(value: object) -> str:
     """Return a value for a message: on one line, and shortened."""
     try:

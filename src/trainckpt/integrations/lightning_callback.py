@@ -176,6 +176,17 @@ class _StopRequested(BaseException):
     """Stopped, with on_stop="return": leaves the loops, and is caught in this file."""
 
 
+class TrainerCheckpointer(Checkpointer):
+    """Checkpointer of a Trainer's own objects, whose names may be those of options: `metrics`."""
+
+    def __init__(self, run: Any, tracked: dict[str, Any], options: dict[str, Any]) -> None:
+        self._tracked = tracked
+        super().__init__(run, **options)
+
+    def _trainer_objects(self) -> dict[str, Any]:
+        return self._tracked
+
+
 class TrainckptCallback(_base()):  # type: ignore[misc]
     """Callback that saves a fit, and resumes it when the same script runs again.
 
@@ -278,7 +289,9 @@ class TrainckptCallback(_base()):  # type: ignore[misc]
         self._used = True
         redirect_in_proof(trainer)
         with self._undo:
-            self._ckpt = ckpt = Checkpointer(self._run, **self._tracked(trainer), **self._options)
+            self._ckpt = ckpt = TrainerCheckpointer(
+                self._run, self._tracked(trainer), self._options
+            )
             for callback in self._hooks.stateless():
                 ckpt._registry.watched.watch_callback(callback)
             lightning_compat.take_over_requeue(trainer, self._undo)
