@@ -40,14 +40,20 @@ def test_a_key_is_written_once_and_replaced_whole(tier):
 
 
 def test_what_killed_writers_have_left_is_removed_once_it_is_old(tier):
-    for key, age_s in (("1.json", 900), (".tmp-old", 601), (".tmp-new", 599), ("2.json", 0)):
+    for key, age_s in (
+        ("1.json", 900),
+        (".tmp-old", 601),
+        (".tmp-new", 599),
+        ("2.json", 0),
+        ("ahead", -3600),
+    ):
         tier.replace(f"attempts/{key}", b"x")
         at_s = 2e9 - age_s
         os.utime(tier.root / "attempts" / key, (at_s, at_s))
-    tier.remove_stale("attempts")
-    tier.remove_stale("nothing here")
+    tier.remove_stale("attempts", "attempts/2.json")
+    tier.remove_stale("nothing here", "attempts/2.json")
     left = sorted(path.name for path in (tier.root / "attempts").iterdir())
-    assert left == [".tmp-new", "1.json", "2.json"]
+    assert left == [".tmp-new", "1.json", "2.json", "ahead"]
 
 
 def test_one_of_many_creators_wins(tier):

@@ -54,7 +54,7 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class _Earlier:
-    """What the records say of the attempts before."""
+    """Account of the attempts before, by their records."""
 
     attempt: int  # the one that they are before
     buckets: Mapping[str, float]

@@ -304,7 +304,7 @@ def _look(
     record = attempt_records.claim(tier, lambda n: AttemptRecord(n, facts=facts), newest)
     if isinstance(tier, LocalTier):
         with suppress(TrainckptError):
-            tier.remove_stale(ATTEMPTS)
+            tier.remove_stale(ATTEMPTS, attempt_records.record_key(record.attempt))
     try:
         choice = _choose(reach, run, before, mode)
         for name in choice.candidates:  # readers would ignore every save that descends from it

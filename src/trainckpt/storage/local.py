@@ -172,7 +172,7 @@ if os.name != "nt":
 
 
 TEMPORARY = ".tmp-"
-STALE_S = 600.0  # a temporary file so much older than the newest file was left by a killed writer
+STALE_S = 600.0  # a temporary file of such an age was left by a killed writer
 UNFINISHED = f"{TEMPORARY}copy-"  # prefix of new bytes of an existing file
 CREATING = ("write", "create")  # verbs of `translated` with a missing folder, not a missing file
 MOST_FOLDERS = 50  # remembered as synced; a forgotten one is synced once more
@@ -313,17 +313,18 @@ class LocalTier:
             self.disk.remove(path)
             self.disk.sync_folder(path.parent)
 
-    def remove_stale(self, folder: str) -> None:
+    def remove_stale(self, folder: str, fresh: str) -> None:
         """Remove the temporary files of killed writers from `folder`.
 
-        Those ten minutes older than the newest file there, by the clock of the file system.
+        Those ten minutes older than `fresh`, a key that was just written: the clock of the file
+        system counts, also where it was once set ahead.
         """
         path = self._path(folder)
         with translated("remove", path), contextlib.suppress(FileNotFoundError):
-            written_s = {entry: entry.lstat().st_mtime for entry in path.iterdir()}
-            newest_s = max(written_s.values(), default=0.0)
-            for entry, at_s in written_s.items():
-                if entry.name.startswith(TEMPORARY) and newest_s - at_s > STALE_S:
+            now_s = self._path(fresh).lstat().st_mtime
+            for entry in path.iterdir():
+                is_old = now_s - entry.lstat().st_mtime > STALE_S
+                if is_old and entry.name.startswith(TEMPORARY):
                     self.disk.remove(entry)
 
     def make_folder(self, folder: str) -> tuple[Path, ...]:
