@@ -121,8 +121,8 @@ def test_a_variable_that_looks_like_an_option_and_is_none_is_named_with_the_one_
         "EVRY": "x",
     }
     assert misspelled_variables(environment) == [
-        "TRAINCKPT_EVRY is read by nobody: TRAINCKPT_EVERY is the option's name",
-        "TRAINCKPT_KEEPLAST is read by nobody: TRAINCKPT_KEEP_LAST is the option's name",
+        "TRAINCKPT_EVRY is not read: TRAINCKPT_EVERY is the option's name",
+        "TRAINCKPT_KEEPLAST is not read: TRAINCKPT_KEEP_LAST is the option's name",
     ]
 
 

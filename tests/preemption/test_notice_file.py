@@ -68,7 +68,7 @@ def test_a_damaged_file_is_no_notice_and_is_remembered_with_the_reason(tmp_path,
     assert said == [], "somebody may be writing it"
     assert files.poll() == files.poll() == []
     assert said == [
-        f"the notice file {tmp_path / '1-a.json'} is not a notice, so nobody stops because of it: "
+        f"the notice file {tmp_path / '1-a.json'} is not a notice and stops no rank: "
         + files.bad["1-a.json"]
     ]
 

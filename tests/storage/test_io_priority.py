@@ -32,9 +32,9 @@ def test_threads_of_before_and_of_afterwards_give_way_and_no_longer():
                 asked.put(True)
             return sorted({*found, *(told.get() for _ in threads)})
         threads = []
-        print(libc.give_way_to_nobody(), both())  # whatever it was started with
-        print(libc.give_way_to_all(), both())
-        print(libc.give_way_to_nobody(), both())
+        print(libc.reset_io_priority(), both())  # whatever it was started with
+        print(libc.set_idle_io_priority(), both())
+        print(libc.reset_io_priority(), both())
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
     found = subprocess.run(

@@ -396,7 +396,7 @@ TABLE: dict[str, tuple[Any, Callable[[Any], Any], str]] = {
 }
 
 _PREFIX, LIKENESS = "TRAINCKPT_", 0.8
-# Read elsewhere, or set for whoever is launched.
+# Read elsewhere, or set for launched processes.
 _OTHERS = (
     "ACCEPT_OLDER",
     "CACHE",
@@ -425,9 +425,7 @@ def misspelled_variables(environment: Mapping[str, str]) -> list[str]:
             continue
         matches = get_close_matches(name.upper(), sorted(known), n=1, cutoff=LIKENESS)
         if matches:
-            warnings.append(
-                f"{variable} is read by nobody: {_PREFIX}{matches[0]} is the option's name"
-            )
+            warnings.append(f"{variable} is not read: {_PREFIX}{matches[0]} is the option's name")
     return warnings
 
 

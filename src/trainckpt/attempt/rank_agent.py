@@ -1,8 +1,8 @@
 """Tell which torchrun agent started this rank, and whether it is still there.
 
 torchrun names itself in no variable of its ranks. But each rank leads a session of its own, as a
-child of the agent, until the agent is killed: then it is a child of init, or of whoever takes
-orphans in. That may have happened before anybody here looked, while the rank imported torch. So a
+child of the agent, until the agent is killed: then it is a child of init, or of the process that
+takes orphans in. That may have happened before the first look, while the rank imported torch. So a
 rank counts as an orphan too if no process above it has torch loaded.
 
 In doubt it is none: a rank that is stopped without need would be stopped again at each start.

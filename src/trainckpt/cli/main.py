@@ -195,7 +195,7 @@ def _identity(path: str | None) -> Iterator[None]:
 def entry() -> NoReturn:
     """Run the command and end the process without the interpreter's shutdown.
 
-    Nothing is left to take down, and taking torch down would hold up whoever waits for `run`.
+    Nothing is left to take down, and taking torch down would hold up the caller of `run`.
     """
     if {*RUNS} & {*sys.argv[1:2]}:  # a signal while they are imported is a stop as well
         from trainckpt.launcher.signal_policy import buffer_signals

@@ -350,7 +350,7 @@ def _why_not(record: AttemptRecord, age: float | None) -> str:
 
 
 ANSWERS_WITHIN_S, CHOOSES_WITHIN_S = 15.0, 150.0
-NOBODY = "its supervisor does not answer: it was not launched by `trainckpt run` with dumps"
+NO_ANSWER = "its supervisor does not answer: it was not launched by `trainckpt run` with dumps"
 
 
 def is_by_supervisor(live: AttemptRecord) -> bool:
@@ -378,18 +378,18 @@ def wait_for_answer(tier: RunTier, key: str, live: AttemptRecord) -> DumpAnswer:
         if answer is not None:
             within_s, reason = CHOOSES_WITHIN_S, "its supervisor has not chosen in time"
         time.sleep(LOOK_EVERY_S)
-    return DumpAnswer(NOTHING, reason or _why_nobody(live))
+    return DumpAnswer(NOTHING, reason or _why_no_answer(live))
 
 
-def _why_nobody(live: AttemptRecord) -> str:
+def _why_no_answer(live: AttemptRecord) -> str:
     """Return the reason against dumps here, or ""; by default a command is launched with them."""
     hosts = live.facts.get("hosts")
     if not isinstance(hosts, list) or set(hosts) != {socket.gethostname()}:
-        return NOBODY
+        return NO_ANSWER
     ability = criu.examine()
     if ability.why_not:
-        return f"{NOBODY}, and on this host {ability.why_not} ({ability.cure})"
-    return f"{NOBODY}, which this host can do: trainckpt run --dumps on"
+        return f"{NO_ANSWER}, and on this host {ability.why_not} ({ability.cure})"
+    return f"{NO_ANSWER}, which this host can do: trainckpt run --dumps on"
 
 
 def wait_for_dump(
@@ -401,7 +401,7 @@ def wait_for_dump(
 ) -> AttemptRecord | DumpAnswer:
     """Return the attempt's record once it was dumped, or the answer with the reason against it.
 
-    What is being dumped gives no sign of life, so whether anybody still dumps it is not known.
+    What is being dumped gives no sign of life, so whether it is still being dumped is not known.
 
     Raises:
         NoAgreement: neither came within `limit_s`.

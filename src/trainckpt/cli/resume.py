@@ -51,7 +51,7 @@ def must_be_there(tier: RunTier, run: str, given: Sequence[str], wanted: str) ->
 
     Args:
         tier, run: The run's place, which holds it, and how it was called.
-        given: URLs of tiers that somebody has named.
+        given: URLs of tiers on the command line.
         wanted: What the snapshot is called.
 
     Raises:
@@ -93,7 +93,7 @@ def no_run(run: str, error: NothingToResume) -> NothingToResume:
 
 
 def _is_run(run: str) -> bool:
-    with contextlib.suppress(TrainckptError):  # nobody has asked for that one
+    with contextlib.suppress(TrainckptError):  # that one was not asked for
         return attempt_history.run_id(run_url.open_run_tier(run)) is not None
     return False
 
@@ -296,6 +296,6 @@ def _variables(
     urls = [*urls, *(url for url in elsewhere if url not in urls)]
     if urls:
         variables[TIERS_VARIABLE] = ",".join(urls)
-    if elsewhere:  # somebody has named the run, so it is meant, wherever its place was
+    if elsewhere:  # the command names the run, so it is meant, wherever its place was
         variables[RESUME_VARIABLE] = "required"
     return variables

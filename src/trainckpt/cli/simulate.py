@@ -43,7 +43,7 @@ COLUMNS = (
 )
 PLACES = (MEMORY, PARTNER, SHARED)
 MOST_TIMES = 100.0  # the time of its steps, after which a job is given up
-WHOLE_DAYS = 30.0  # simulated where nobody says how much
+WHOLE_DAYS = 30.0  # simulated by default
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

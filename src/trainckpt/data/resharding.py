@@ -75,7 +75,7 @@ def resharder_of(loader: DataLoader[Any]) -> EpochResharder | str:
     if isinstance(loader.dataset, IterableDataset):
         kind = type(loader.dataset).__qualname__
         return (
-            f"{kind} is an IterableDataset, whose data nobody can deal over other ranks; use a "
+            f"{kind} is an IterableDataset, whose data cannot be dealt over other ranks; use a "
             "map-style dataset with torch's DistributedSampler, also with one process"
         )
     index: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
@@ -84,7 +84,7 @@ def resharder_of(loader: DataLoader[Any]) -> EpochResharder | str:
     if any(_iterates_as(inner, known) for known in _KNOWN_SAMPLERS):
         return EpochResharder(loader, inner, batches)
     return (
-        f"the order of a {type(inner).__qualname__} is its own, nobody else can deal it over other "
+        f"the order of a {type(inner).__qualname__} is its own and cannot be dealt over other "
         f"ranks; {ALTERNATIVE_HINT}"
     )
 

@@ -50,8 +50,8 @@ class StatefulSource:
     def __init__(self, loader: Any, name: str, report: Report) -> None:
         self.progress = Progress()
         self.resharder: EpochResharder | str = (
-            f"a {type(loader).__qualname__} keeps its position itself, in a form that nobody can "
-            f"deal over other ranks; use a torch DataLoader, and {ALTERNATIVE_HINT}"
+            f"a {type(loader).__qualname__} keeps its position itself, in a form that cannot "
+            f"be dealt over other ranks; use a torch DataLoader, and {ALTERNATIVE_HINT}"
         )
         self._loader = loader
         self._name = name

@@ -81,7 +81,7 @@ def _reason_against(facts: DumpFacts, needed_s: float) -> str:
     if facts.hosts > 1:
         return f"the ranks run on {facts.hosts} hosts"
     if not facts.host_returns:
-        return "nobody says that this host will come back"
+        return "no configuration says that this host will come back"
     if facts.seconds_left is not None and needed_s > facts.seconds_left:
         return is_too_late(facts.dump_s, facts.seconds_left - (needed_s - facts.dump_s))
     return ""

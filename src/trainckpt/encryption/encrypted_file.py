@@ -300,7 +300,7 @@ def decrypt_manifest(manifest: Manifest, key: bytes) -> Manifest:
         text = opening.decrypt(data[:NONCE_BYTES], data[NONCE_BYTES:], manifests.bound(manifest))
     except (InvalidTag, ValueError):
         raise UnusableSnapshot(
-            f"{what} was changed by somebody who has not its key, or belongs to another snapshot"
+            f"{what} was changed without its key, or belongs to another snapshot"
         ) from None
     entries = json.loads(text)
     return replace(

@@ -3,7 +3,7 @@
 As text both are lower-case base32 of the 32 bytes of X25519 and four bytes of their SHA-256, so
 that a typing error is found. An identity is stored in a file of its own, private to its user:
 
-    # trainckpt identity. Whoever has it reads what is encrypted to
+    # trainckpt identity. Its holder reads what is encrypted to
     # trainckpt-recipient-...
     trainckpt-identity-...
 
@@ -136,7 +136,7 @@ def write_identity(path: str | os.PathLike[str], identity: Identity) -> None:
         ConfigurationError: The file exists already, or cannot be written.
     """
     text = (
-        "# trainckpt identity. Whoever has it reads what is encrypted to\n"
+        "# trainckpt identity. Its holder reads what is encrypted to\n"
         f"# {identity.recipient}\n{to_text(IDENTITY, identity.secret)}\n"
     )
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
@@ -306,7 +306,7 @@ def unwrap_any(
     raise ConfigurationError(
         f"{snapshot} is encrypted to {who}; the identity given is of {given}",
         hint="give the identity of one of those with TRAINCKPT_IDENTITY=FILE or --identity FILE; "
-        "a file may hold several; who has one can let others in: trainckpt rewrap",
+        "a file may hold several; the holder of one can let others in: trainckpt rewrap",
     )
 
 

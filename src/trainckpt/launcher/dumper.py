@@ -196,7 +196,7 @@ def find(tier: Tier, attempt: int, seen: set[str]) -> DumpCall | None:
             if name.startswith(f"{attempt}-") and name.endswith(ASK) and name not in seen:
                 seen.add(name)
                 key = f"{names.NOTICES}/{name}"
-                # An unreadable file is no request: nobody waits for an answer to it.
+                # An unreadable file is no request: no process waits for an answer to it.
                 with contextlib.suppress(TrainckptError, ValueError, RecursionError):
                     body = json.loads(tier.read(key, max_bytes=MAX_BYTES))
                     notice = parse(body)

@@ -328,7 +328,7 @@ def _attend(
             )
             process.kill()
         inbox.next(LOOK_S)
-    relaying.join()  # nobody but the process has the other end
+    relaying.join()  # only the process has the other end
     if end_reason:
         say(end_reason)
     elif process.returncode not in (0, NOT_ALL):  # a bug of ours; it is done later

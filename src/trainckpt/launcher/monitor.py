@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from trainckpt.launcher.supervisor_record import NamedRun
 
 LOOK_S = 0.5
-NOBODY = 2**30  # no kernel gives a process this number
+NO_PROCESS = 2**30  # no kernel gives a process this number
 
 
 class LaunchMonitor:
@@ -160,7 +160,7 @@ class LaunchMonitor:
         pid = known_pid or seen_from_here(number, namespace, self._process.pid)
         if pid is not None:
             self._elsewhere[number, namespace] = pid
-        return NOBODY if pid is None else pid
+        return NO_PROCESS if pid is None else pid
 
     def _code(self, pid: int, ends: Mapping[int, int]) -> int | None:
         """Return the exit code of a rank that is gone, or None if it is unknown."""

@@ -43,7 +43,7 @@ NICE = 10  # a ninth of what the launch gets, where both want a core
 
 
 def main(arguments: list[str]) -> int:
-    """Fetch; 0 whatever came of it, for nobody depends on it."""
+    """Fetch; return 0 whatever came of it: no rank depends on it."""
     run, *wanted_snapshot = arguments
     with contextlib.suppress(TrainckptError, OSError):
         tier = run_url.open_tier_at(run)
@@ -59,7 +59,7 @@ def _give_way() -> None:
         os.nice(NICE)
     with contextlib.suppress(OSError):  # sessions share the cores alike, whatever is in each
         Path("/proc/self/autogroup").write_text(f"{NICE}\n", encoding="ascii")
-    libc.give_way_to_all()
+    libc.set_idle_io_priority()
 
 
 @contextlib.contextmanager
@@ -70,7 +70,7 @@ def _awaited(memory: SharedMemoryDir) -> Iterator[threading.Event]:
     def watch() -> None:
         while not finished.wait(_LOOK_AGAIN_S):
             if memory.is_awaited():
-                libc.give_way_to_nobody()
+                libc.reset_io_priority()
                 awaited.set()
                 return
 

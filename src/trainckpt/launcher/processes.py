@@ -56,7 +56,7 @@ def is_ours(process: psutil.Process, folder: str, reported_at: float) -> bool:
     mark = environment(process.pid).get(SUPERVISOR_VARIABLE)
     if mark is not None:
         return mark == folder
-    if process.pid <= 1:  # who launches others is none of the ranks
+    if process.pid <= 1:  # a launcher is none of the ranks
         return False
     return bool(process.create_time() <= reported_at + CLOCKS_DIFFER_S)
 

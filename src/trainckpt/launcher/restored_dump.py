@@ -118,7 +118,7 @@ def _alone(dumped: RestoredDump) -> Iterator[int]:
     except OSError as error:
         raise restore.RestoreBlocked(f"{name} cannot be restored: {error}") from error
     try:
-        with contextlib.suppress(OSError):  # no locks: then whoever claims second is refused
+        with contextlib.suppress(OSError):  # no locks: then the second claim is refused
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

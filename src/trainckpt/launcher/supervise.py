@@ -261,7 +261,7 @@ def _launch(
     """Launch once; return how it ended, its record, its ranks' statuses, and if it was to stop."""
     with tempfile.TemporaryDirectory(prefix="trainckpt-") as folder:
         variables = {**start.variables, SUPERVISOR_VARIABLE: folder}
-        with contextlib.suppress(OSError):  # then nobody notices if this process is killed
+        with contextlib.suppress(OSError):  # then a kill of this process goes unnoticed
             status_files.write_status(
                 Path(folder, status_files.SUPERVISOR_FILE), status_files.this_supervisor()
             )

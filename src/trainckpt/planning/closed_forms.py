@@ -63,7 +63,7 @@ class Level:
         restore_s: Time to read the state back from it.
         latency_s: From the capture of a save until it can be restored from this level.
         least_s: Shortest possible interval; one save is under way at a time.
-        at_s: Interval that somebody has chosen; None: `plan` chooses.
+        at_s: A fixed interval; None: `plan` chooses.
     """
 
     name: str
@@ -139,7 +139,7 @@ def plan(
     3600)])` gives 60 s, and a loss of 1.7 %.
 
     Args:
-        levels: Nearest first; one whose interval somebody has chosen is always used.
+        levels: Nearest first; one with a fixed interval is always used.
         downtime_s: From a failure until the processes begin to restore.
         step_s: Duration of a step: no interval is shorter.
         most_s: Longest interval, unless a level's shortest is longer.

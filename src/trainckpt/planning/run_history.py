@@ -81,7 +81,7 @@ def measure(
     Args:
         records: Of all attempts, by number. The newest may be alive: it has not failed.
         newest: Manifest of the newest snapshot.
-        mtbf_s: Mean time between failures, where somebody knows better.
+        mtbf_s: Mean time between failures, if the user gives one.
 
     Raises:
         ConfigurationError: no attempt has measured a save.

@@ -90,7 +90,7 @@ def build_system(
         name: One of `NAMES`.
         cluster: Where it runs.
         faults: What it is planned for.
-        every_s: Place -> interval, where somebody has chosen it.
+        every_s: Place -> interval, where it is fixed.
     """
     levels = [
         replace(level, every_s=(every_s or {}).get(level.place, level.every_s))

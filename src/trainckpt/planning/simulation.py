@@ -11,7 +11,7 @@ long as 16. What a fault leaves follows from the hosts that it takes: memory sur
 process, a partner's copy the loss of its host, and the store everything.
 
 Assumed: a copy under way is lost by every fault; copies slow no step; a restore makes the copies on
-replaced hosts anew before the next fault; nobody else uses the store.
+replaced hosts anew before the next fault; the store serves no other job.
 """
 
 from __future__ import annotations

@@ -170,7 +170,9 @@ class GpuHealth:
 
 
 def shut_down(library: Any = None) -> int:
-    """Shut NVML down in this process, whoever opened it; return how often it was open.
+    """Shut NVML down in this process, whichever code opened it.
+
+    Return how often it was open.
 
     NVML counts its openings. torch opens it to count devices, and leaves it open.
 

@@ -70,7 +70,7 @@ class NoticeFiles(PolledSource):
             stat = path.stat()
             seen = (stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size)
             if self._looked_at.get(path.name) == seen:
-                self._say_once(path.name, "is not a notice, so nobody stops because of it")
+                self._say_once(path.name, "is not a notice and stops no rank")
                 return None
             self._looked_at[path.name] = seen
             data = b""  # opening a pipe would wait for its other end

@@ -70,7 +70,7 @@ class StoredNotices(PollingSource):
         except (TrainckptError, ValueError, RecursionError) as error:
             why = getattr(error, "message", str(error))[:200]
             if self._seen.get(name) != why:
-                self._say(f"the notice {name} is not one, so nobody stops because of it: {why}")
+                self._say(f"{name} is not a notice and stops no rank: {why}")
             self._seen[name] = why
             return
         self._seen[name] = ""

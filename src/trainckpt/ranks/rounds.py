@@ -128,7 +128,7 @@ class Undecided(NamedTuple):
 
     opened_s: float
     give_up_s: float
-    stops: bool  # somebody wants to stop in it
+    stops: bool  # a rank wants to stop in it
 
     def now_left(self, seconds_left: float | None) -> float | None:
         """Return the rest of `seconds_left`, which was true when the round was opened."""

@@ -9,9 +9,9 @@
     compile-cache/<toolchain>.json  the digest of the newest archive for one toolchain, sealed
 
 The file of a toolchain is replaced once its archive is whole, so an archive that it does not name
-may be cut, and is written again. The digest finds damage, and an
-archive that was exchanged alone; it is no signature. Whoever may write to the tier may run code on
-the hosts of the run: hence an option. No snapshot waits for an upload, and no stop does.
+may be cut, and is written again. The digest finds damage, and an archive that was exchanged alone;
+it is no signature. Every writer of the tier may run code on the hosts of the run: hence an option.
+No snapshot waits for an upload, and no stop does.
 """
 
 from __future__ import annotations

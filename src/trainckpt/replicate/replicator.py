@@ -199,7 +199,7 @@ class Replicator:
         """
         key = f"keep/{name.sequence}"
         with self._all_or_none():
-            # Two keys in turn: nobody still reads the one before.
+            # Two keys in turn: no rank still reads the one before.
             manifest = self._share(key, f"keep/manifest/{name.sequence % 2}", whole)
             if manifest.encryption is not None and mine is not None:
                 mine = self._encrypted.memory if self._encrypted is not None else None

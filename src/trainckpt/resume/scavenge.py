@@ -143,7 +143,7 @@ def _alone(place: SharedMemoryDir | None, limit_s: float) -> Iterator[bool]:
             try:
                 stack.enter_context(place.fetching())
                 is_alone = True
-            except ArenaInUse:  # somebody was quicker
+            except ArenaInUse:  # another process was quicker
                 if time.monotonic() > until_s:
                     break
                 time.sleep(QUICKER_S)

@@ -1,6 +1,6 @@
 """Record how attempts ended whose ranks died without a word, if torchrun started them again.
 
-Nobody sees such an end where the ranks have no supervisor, or agents of torchrun come and go. A
+No process sees such an end where the ranks have no supervisor, or agents of torchrun come and go. A
 machine that was taken away kills the agent too, so its snapshots are not to blame. But where all
 agents of an attempt are those of a later one, no machine was lost: a rank died by itself, such as
 for want of memory, and torchrun ended the others. They may have reported that they waited for it in

@@ -326,7 +326,7 @@ class SnapshotCommitter:
             shard.is_read.set()
             return written
         if in_memory and snapshot_key is None:
-            for _ in copied:  # nobody reads it before it is complete
+            for _ in copied:  # it is read only once it is complete
                 pass
             file_name = names.shard_file_name(self._rank)
             return FileEntry(file_name, len(shard.memory), "", digest(shard.head))
@@ -540,8 +540,7 @@ class RetentionWorker:
         self._thread: threading.Thread | None = None
         self._superseded = False
         self._followed = FollowedRun(tier, tier, defaults.run)
-        # One manifest of this attempt is parsed: on the strength of those that nobody can read,
-        # nothing is deleted.
+        # One manifest of this attempt is parsed: unreadable ones delete nothing.
         self._is_readable = False
         self._empty_dumps: set[DumpName] = set()
         self._may_have_survivor_files = True  # older attempts may have left survivors' files

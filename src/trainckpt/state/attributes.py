@@ -1,7 +1,7 @@
 """Plain attributes: numbers that modules and objects keep beside what their state_dict holds.
 
 A module that decides by `self.initialized`, or counts in `self.seen`, is not as it was after a
-resume. `Attributes` tracks such by name. What nobody tracks is watched: a snapshot holds those that
+resume. `Attributes` tracks such by name. Others are watched: a snapshot holds those that
 have changed since tracking began, so that a save and a resume can name them; they are not put back,
 since whether the script sets them itself cannot be known.
 

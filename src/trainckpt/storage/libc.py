@@ -42,13 +42,13 @@ _OF_A_PROCESS, _OF_A_GROUP = 1, 2
 _CLASS_SHIFT, _AS_ALL_OTHERS, _IDLE = 13, 0, 3
 
 
-def give_way_to_all() -> bool:
+def set_idle_io_priority() -> bool:
     """Make this process group's requests idle from now on; return True if the system agreed."""
     return _set(_IDLE)
 
 
-def give_way_to_nobody() -> bool:
-    """Undo `give_way_to_all`."""
+def reset_io_priority() -> bool:
+    """Undo `set_idle_io_priority`."""
     return _set(_AS_ALL_OTHERS)
 
 

@@ -151,7 +151,7 @@ class PartnerStateExchange:
         key = f"{self._number}/all"
         if self._channel.count(f"{self._number}/here") == self._size:
             self._channel.put(key, True)
-            old = self._number - 2  # nobody waits for that: all have counted a later one
+            old = self._number - 2  # no rank waits for that: all have counted a later one
             self._channel.forget([f"{old}/here", f"{old}/all"] if old > 0 else [])
         else:
             self._channel.get(key, DAY_S)
