@@ -13,7 +13,7 @@ from trainckpt.attempt.save_handle import SaveHandle
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.names import SnapshotName
 from trainckpt.replicate.tier_uploader import UploadQueue
-from trainckpt.replicate.uploads import LastCopy, wait_s
+from trainckpt.replicate.uploads import LastCopy, copy_interval_s, wait_s
 
 BEGUN = LastCopy(7, 100.0)
 
@@ -37,6 +37,25 @@ BEGUN = LastCopy(7, 100.0)
 )
 def test_how_long_the_newest_snapshot_has_to_wait(every, step, last, now_s, expected):
     assert wait_s(every, step, last, now_s) == expected
+
+
+@pytest.mark.parametrize(
+    ("every", "last", "own_s", "step_s", "expected"),
+    [
+        (None, BEGUN, 60, 2, 60),  # every snapshot
+        (Every(steps=5), BEGUN, 60, 2, 60),  # no copy without a snapshot
+        (Every(steps=100), BEGUN, 60, 2, 200),
+        (Every(steps=100), BEGUN, 60, None, None),
+        (Every(seconds=600), BEGUN, 60, 2, 600),
+        (Every(auto=True), BEGUN, 60, 2, 60),  # nothing was measured yet
+        (Every(auto=True), LastCopy(7, 100.0, 300.0), 60, 2, 600),  # half of the time at the most
+        (Every(auto=True), LastCopy(7, 100.0, 3.0), 60, 2, 60),
+        (Every(), BEGUN, 60, 2, None),
+        (Every(seconds=600), BEGUN, None, 2, None),
+    ],
+)
+def test_how_long_it_is_from_one_copy_to_the_next(every, last, own_s, step_s, expected):
+    assert copy_interval_s(every, last, own_s, step_s) == expected
 
 
 def queue_of(every, *names, asked=(), tagged=()):

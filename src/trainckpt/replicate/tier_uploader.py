@@ -33,8 +33,8 @@ from trainckpt.format.names import MANIFEST, SnapshotName
 from trainckpt.format.save_history import NOT_COPIED
 from trainckpt.ranks import threads
 from trainckpt.ranks.store import DAY_S
-from trainckpt.replicate.uploads import POLL_S, LastCopy, wait_s
-from trainckpt.run_directory.tier_config import COMMITS, TROUBLE
+from trainckpt.replicate.uploads import POLL_S, LastCopy, copy_interval_s, wait_s
+from trainckpt.run_directory.tier_config import COMMITS, TROUBLE, newest_commits
 from trainckpt.snapshot import catalog, prune, upload
 from trainckpt.snapshot.attempt_history import newest, read_attempts
 from trainckpt.snapshot.followed_run import FollowedRun
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from trainckpt.format.manifest import Manifest
     from trainckpt.ranks.store import RankStore
     from trainckpt.replicate.uploads import UploadContext, UploadDeadline
+    from trainckpt.snapshot.catalog import Candidate
     from trainckpt.storage.base import Tier
 
 
@@ -393,6 +394,10 @@ class TierUploader:
         per_byte = self.seconds_per_byte
         return None if per_byte is None else per_byte * self._newest_bytes
 
+    def interval_s(self, own_s: float | None, step_s: float | None) -> float | None:
+        """Return the seconds from one copy to the next, as `copy_interval_s`. Any thread."""
+        return copy_interval_s(self.every, self._queue.last_copy, own_s, step_s)
+
     def upload_now(self, now_s: float) -> UploadNow:
         """Return what it does. Rank 0, any thread."""
         busy, total = self.busy or "", self._share_bytes
@@ -460,19 +465,34 @@ class TierUploader:
 
     def _look_back(self) -> None:
         """Queue snapshots of earlier attempts that the tier lacks."""
-        self._be_there()
         run_tier, run = self._work.run_tier, self._work.run
-        candidates = catalog.read_catalog(run_tier, run, read_attempts(run_tier))
+        records = read_attempts(run_tier)
+        candidates = catalog.read_catalog(run_tier, run, records)
         usable = [c for c in candidates if c.usable and c.name.attempt < self._work.number.value]
+        recorded = set(newest_commits(records).get(self.tier.name, {}).values())
+        known = [c for c in usable if str(c.name) in recorded]
+        self._take_as_newest(next(iter(known), None))
+        self._be_there()  # a tier that does not answer has what is known of it
         tagged = [c for c in usable[1:] if c.manifest is not None and c.manifest.tags]
-        lacking = [c for c in (*usable[:1], *tagged) if not upload.holds(self.tier, c.name)]
-        if usable and usable[0] not in lacking:
-            self.newest, found = str(usable[0].name), usable[0].manifest
-            self.created = None if found is None else found.created
+        wanted = [*usable[:1], *tagged]
+        lacking = [c for c in wanted if not upload.holds(self.tier, c.name)]
+
+        def is_there(candidate: Candidate) -> bool:
+            if candidate in wanted:
+                return candidate not in lacking
+            return candidate in known and upload.holds(self.tier, candidate.name)
+
+        self._take_as_newest(next(filter(is_there, usable), None))
         with self._changed:
             for candidate in lacking:
                 tags = candidate.manifest.tags if candidate.manifest is not None else ()
                 self._queue.add_earlier(candidate.name, tagged=bool(tags))
+
+    def _take_as_newest(self, candidate: Candidate | None) -> None:
+        """Take an earlier attempt's snapshot as the newest there; None: none is known."""
+        manifest = None if candidate is None else candidate.manifest
+        self.newest = None if candidate is None else str(candidate.name)
+        self.created = None if manifest is None else manifest.created
 
     def _next(self) -> SnapshotName | None:
         with self._changed:

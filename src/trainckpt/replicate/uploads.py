@@ -85,6 +85,25 @@ def wait_s(every: Every | None, step: int, last: LastCopy, now_s: float) -> floa
     return math.inf if seconds is None else max(last.begun_s + seconds - now_s, 0.0)
 
 
+def copy_interval_s(
+    every: Every | None, last: LastCopy, own_s: float | None, step_s: float | None
+) -> float | None:
+    """Return the seconds from one copy to the next; None: not known yet.
+
+    Args:
+        every: Interval of the tier; None: it has none.
+        last: The last copy that arrived there.
+        own_s: Seconds from one snapshot in the run directory to the next; None: not known.
+        step_s: Seconds of a step; None: not known.
+    """
+    if every is None or own_s is None:
+        return own_s
+    if every.steps is not None:
+        return None if step_s is None else max(every.steps * step_s, own_s)
+    seconds = (last.took_s or 0.0) / WRITING_SHARE if every.auto else every.seconds
+    return None if seconds is None else max(seconds, own_s)
+
+
 def interval_of(every: Every, tier: Tier) -> Every | None:
     """Return the interval of one slower tier; None: it has none."""
     return next((each for name, each in every.tiers if name in (tier.name, tier.url)), None)
