@@ -52,7 +52,7 @@ azurite: $(VENV)/.core
 kubernetes: $(VENV)/.core
 	@sh tests/kubernetes/install.sh $(VENV)/kubernetes || echo "tests of Kubernetes are skipped" >&2
 
-# Debian's package, 19 MB, unpacked into the environment, where there is apt; otherwise the tests that
+# Debian's packages, 23 MB, unpacked into the environment, where there is apt; otherwise the tests that
 # need it are skipped.
 prometheus: $(VENV)/.core
 	@sh tests/metrics/install.sh $(VENV)/prometheus

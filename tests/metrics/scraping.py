@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import socket
 import urllib.request
+from pathlib import Path
 
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 from torch import nn
 
 from trainckpt.metrics.metric_table import METRICS
+from trainckpt.metrics.prometheus_output import prom_file_name
 
 
 def free_port() -> int:
@@ -27,6 +29,23 @@ def scrape(port, path="/metrics"):
     ):
         return answer.read().decode()
     return ""
+
+
+def sockets(pid):
+    """The sockets that a process holds."""
+    found = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            link = str(entry.readlink())
+        except OSError:
+            continue
+        if link.startswith("socket:"):
+            found.add(link)
+    return found
+
+
+def prom_file(folder, run):
+    return folder / prom_file_name(str(run))
 
 
 class Values:

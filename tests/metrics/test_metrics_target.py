@@ -41,6 +41,10 @@ def test_a_place_for_metrics(text, kind, address, port):
         "http:a b:1",
         "otlp:c:4318",
         "otlp:",
+        "otlp:http://c:99999",
+        "otlp:http://c:0",
+        "otlp:http://[::1",
+        "otlp:http://:4318",
         "statsd:x",
     ],
 )
@@ -58,8 +62,15 @@ def test_nothing_is_published_unless_asked_for(tmp_path):
 
 def test_secrets_of_a_collector_are_not_shown():
     target = parse_metrics_target("otlp:https://user:geheim@c:4318?token=geheim")
-    assert "geheim" not in target.text
+    assert "geheim" not in target.text + repr(target)
     assert "geheim" in target.address
+
+
+def test_secrets_of_an_option_that_is_refused_are_not_shown():
+    with pytest.raises(ConfigurationError) as caught:
+        read_options({"metrics": "otlp:grpc://user:geheim@c:4317?token=geheim"}, {})
+    assert "grpc://c:4317" in caught.value.message
+    assert "geheim" not in caught.value.message
 
 
 def test_a_missing_library_is_refused_with_the_line_that_installs_it(monkeypatch):

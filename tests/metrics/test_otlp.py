@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import http.server
 import logging
+import os
 import random
+import signal
 import socket
 import threading
 import time
@@ -17,7 +19,7 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
     ExportMetricsServiceResponse,
 )
 
-from tests.cli.test_pause import wait_for
+from tests.cli.test_pause import living, plain, wait_for  # noqa: F401 - `plain` is a fixture
 from tests.metrics.scraping import free_port, step, tracked, warnings
 from trainckpt import Checkpointer
 from trainckpt.metrics import publisher
@@ -31,6 +33,7 @@ class Receiver(http.server.ThreadingHTTPServer):
 
     def __init__(self, refuses=None, header=None):
         self.requests, self.paths, self.refuses, self.header = [], [], refuses, header
+        self.connections, self.attributes = set(), {}
         super().__init__(("127.0.0.1", 0), _Handler)
 
     @property
@@ -46,6 +49,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.server.requests.append(request)
         self.server.paths.append((self.path, self.headers["Content-Type"]))
         self.server.header = self.headers.get("X-Token")
+        self.server.connections.add(self.headers.get("Connection"))
+        (resource,) = request.resource_metrics
+        self.server.attributes = {a.key: a.value.string_value for a in resource.resource.attributes}
         self.send_response(self.server.refuses or 200)
         answer = ExportMetricsServiceResponse().SerializeToString()
         self.send_header("Content-Length", str(len(answer)))
@@ -155,12 +161,58 @@ def test_headers_come_from_the_environment(tmp_path, monkeypatch):
         assert server.header == "abc"
 
 
-@pytest.mark.parametrize("status", [400, 503])
+def test_a_header_that_cannot_be_read_is_named_by_its_variable_and_shown_nowhere(
+    tmp_path, monkeypatch, caplog, capfd
+):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization: Bearer geheim")
+    parts = tracked()
+    with (
+        receiver() as server,
+        Checkpointer(tmp_path / "run", metrics=server.target, **parts) as ckpt,
+    ):
+        step(ckpt, parts)
+        wait_for(lambda: server.requests)
+    assert "OTEL_EXPORTER_OTLP_HEADERS" in caplog.text
+    assert "geheim" not in caplog.text + capfd.readouterr().err
+
+
+def test_attributes_of_the_environment_are_sent_and_no_thread_is_started_for_them(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "k8s.pod.name=gpt-0")
+    begun, start = [], threading.Thread.start
+
+    def noted(thread):
+        if threading.current_thread().name == "trainckpt-metrics":
+            begun.append(thread.name)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", noted)
+    parts = tracked()
+    with receiver() as server:
+        with Checkpointer(tmp_path / "run", metrics=server.target, **parts) as ckpt:
+            step(ckpt, parts)
+        assert len(server.requests) == 2
+    assert server.attributes == {"k8s.pod.name": "gpt-0", "service.name": "trainckpt"}
+    assert begun == []
+
+
+def test_no_connection_stays_open_between_two_requests(tmp_path):
+    """A loader worker would inherit it, and a process dump would meet it."""
+    parts = tracked()
+    with receiver() as server:
+        with Checkpointer(tmp_path / "run", metrics=server.target, **parts) as ckpt:
+            step(ckpt, parts)
+        assert server.connections == {"close"}
+
+
+@pytest.mark.parametrize(("status", "why"), [(400, "Bad Request"), (503, "Service Unavailable")])
 def test_a_receiver_that_refuses_is_named_once_and_training_goes_on(
     tmp_path,
     caplog,
     monkeypatch,
     status,
+    why,
 ):
     monkeypatch.setattr(publisher, "PUBLISH_EVERY_S", 0.01)
     parts = tracked()
@@ -173,9 +225,34 @@ def test_a_receiver_that_refuses_is_named_once_and_training_goes_on(
     (warning,) = warnings(caplog)
     assert f"127.0.0.1:{server.server_port}" in warning
     assert "4318" in warning
+    assert why in warning
     others = [r for r in caplog.records if r.name.startswith("opentelemetry")]
     assert [record.message for record in others] == []
     assert (tmp_path / "run" / "snapshots").is_dir()
+
+
+def test_a_receiver_that_recovered_and_refuses_again_is_named_again(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(publisher, "PUBLISH_EVERY_S", 0.01)
+    parts = tracked()
+    with receiver() as server, Checkpointer(tmp_path / "run", metrics=server.target, **parts) as c:
+        step(c, parts)
+        for number in (1, 2):
+            server.refuses = 400
+            wait_for(lambda: len(warnings(caplog)) == number)  # noqa: B023 - of this round
+            server.refuses, sent = None, len(server.requests)
+            wait_for(lambda: len(server.requests) > sent + 2)  # noqa: B023 - likewise
+    assert len(warnings(caplog)) == 2
+
+
+def test_secrets_of_the_collectors_url_are_in_no_log(tmp_path, caplog):
+    parts = tracked()
+    where = f"otlp:http://user:geheim@127.0.0.1:{free_port()}/?k=geheim2"
+    with Checkpointer(tmp_path / "run", metrics=where, **parts) as ckpt:
+        step(ckpt, parts)
+        wait_for(lambda: warnings(caplog))
+    assert "geheim" not in caplog.text
+    texts = [path.read_text() for path in (tmp_path / "run").rglob("*.json")]
+    assert not any("geheim" in text for text in texts)
 
 
 @pytest.mark.parametrize("kind", ["nobody listens", "nobody answers"])
@@ -200,3 +277,28 @@ def test_a_dead_collector_holds_up_the_end_no_longer_than_its_limit(
     assert took_s < publisher.END_WITHIN_S + 2
     assert torch.isfinite(parts["model"].weight).all()
     assert logging.getLogger("opentelemetry").filters == []
+
+
+def test_a_collector_that_does_not_answer_costs_no_stop_its_deadline(tmp_path):
+    parts = tracked()
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        where = f"otlp:http://127.0.0.1:{silent.getsockname()[1]}"
+        with Checkpointer(tmp_path / "run", metrics=where, **parts) as ckpt:
+            step(ckpt, parts)
+            begun_s = time.monotonic()
+            ckpt._listener.metrics.close(left_s=0.0)
+            took_s = time.monotonic() - begun_s
+    assert took_s < publisher.END_WITHIN_S
+
+
+def test_a_run_whose_collector_does_not_answer_stops_in_time(tmp_path):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        where = f"otlp:http://127.0.0.1:{silent.getsockname()[1]}"
+        with living(tmp_path / "run", metrics=where, grace="5 s") as process:
+            os.kill(process.pid, signal.SIGTERM)
+            process.join(60)
+            assert process.exitcode == 75

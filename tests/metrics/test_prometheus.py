@@ -1,6 +1,6 @@
 """A real Prometheus scrapes real runs: the rules fire, and every panel of the dashboard has data.
 
-Prometheus comes from Debian, by `make test-long` (`tests/metrics/install.sh`).
+Prometheus and node_exporter come from Debian, by `make test-long` (`tests/metrics/install.sh`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from trainckpt.metrics.metric_table import METRICS
 UNPACKED = Path(sys.executable).parent.parent / "prometheus" / "usr" / "bin"
 WITHIN_S = 120.0
 SCRAPE = "200ms"
+SILENT = "TrainckptAttemptSilent"
 NOT_READY = 503
 pytestmark = pytest.mark.long
 
@@ -117,6 +118,7 @@ class Server:
         targets = [f"127.0.0.1:{port}" for port in ports]
         # The intervals of the rules would be minutes; all else is as it is shipped.
         rules = re.sub(r"for: \w+", "for: 1s", RULES.read_text())
+        rules = rules.replace("> 300", "> 20").replace("< 120", "< 20")
         (folder / "rules.yml").write_text(rules)
         config = {
             "global": {"scrape_interval": SCRAPE, "evaluation_interval": SCRAPE},
@@ -226,4 +228,45 @@ def test_each_alert_fires_in_a_run_that_deserves_it(tmp_path):
             until(lambda: "TrainckptCopiesLag" in server.firing(run))
             (run / "snapshots").rename(tmp_path / "aside")
             (run / "snapshots").write_text("no folder")
-            until(lambda: server.firing(run) == set(ALERTS))
+            until(lambda: server.firing(run) == {*ALERTS} - {SILENT})
+
+
+def test_a_killed_attempt_that_node_exporter_still_tells_of_is_silent_until_another_one_runs(
+    tmp_path,
+):
+    run, folder, port = tmp_path / "run", tmp_path / "textfile", free_port()
+    folder.mkdir()
+    options = ("every=2 s", f"metrics=textfile:{folder}")
+    with node_exporter(folder, port), prometheus(tmp_path / "server", port) as server:
+        with training(run, *options):
+            until(lambda: value(server, 'trainckpt_running{attempt="1"}'))
+            until(lambda: list(run.glob("snapshots/*/manifest.json")))
+        until(lambda: server.firing(run) == {SILENT})
+        assert value(server, "node_textfile_scrape_error == bool 0")
+        with training(run, *options) as process:
+            until(lambda: value(server, 'trainckpt_running{attempt="2"}'))
+            until(lambda: server.firing(run) == set())
+            stop(process)
+        until(lambda: server.query('trainckpt_running{attempt="2"} == 0'))
+        assert server.firing(run) == set()
+
+
+@contextlib.contextmanager
+def node_exporter(folder, port):
+    """A node_exporter with nothing but its textfile collector."""
+    process = subprocess.Popen(
+        [
+            program("prometheus-node-exporter"),
+            "--collector.disable-defaults",
+            "--collector.textfile",
+            f"--collector.textfile.directory={folder}",
+            f"--web.listen-address=127.0.0.1:{port}",
+            "--log.level=error",
+        ]
+    )
+    try:
+        until(lambda: scrape(port))
+        yield
+    finally:
+        process.terminate()
+        process.wait()

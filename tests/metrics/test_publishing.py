@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import socket
 import stat
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 
 from tests.cli.test_pause import living, plain, wait_for  # noqa: F401 - `plain` is a fixture
-from tests.metrics.scraping import Values, free_port, scrape, step, tracked, warnings
+from tests.metrics.scraping import (
+    Values,
+    free_port,
+    prom_file,
+    scrape,
+    sockets,
+    step,
+    tracked,
+    warnings,
+)
 from tests.ranks.processes import run_ranks
 from trainckpt import Checkpointer
 from trainckpt.metrics.metric_table import METRICS
@@ -59,7 +72,7 @@ def test_a_live_run_is_scraped_and_tells_what_its_records_tell(tmp_path):
     assert first["resumes_total", "stopped"] == 0
     assert first["goodput_seconds_total"] > 0
     assert first["badput_seconds_total", "training_prep"] > 0
-    assert 0 < first["grace_seconds_left"] <= 40
+    assert 0 < first["grace_left_seconds"] <= 40
     assert scrape(port) == ""
     with living(run, attempt=2, tiers=str(far), **how) as process:
         wait_for(lambda: values(port).get("goodput_seconds_total"))
@@ -114,18 +127,6 @@ def test_it_listens_on_loopback_alone(tmp_path):
         assert addresses(port) == {"0100007F"}
 
 
-def test_a_client_that_says_nothing_delays_others_no_longer_than_its_limit(tmp_path, monkeypatch):
-    from trainckpt.metrics import prometheus_output
-
-    monkeypatch.setattr(prometheus_output._Handler, "timeout", 0.2)
-    port, parts = free_port(), tracked()
-    with Checkpointer(tmp_path / "run", every="never", metrics=f"http:{port}", **parts) as ckpt:
-        step(ckpt, parts)
-        wait_for(lambda: scrape(port))
-        with socket.create_connection(("127.0.0.1", port)):
-            assert values(port)["running"] == 1
-
-
 def test_a_port_in_use_is_named_once_and_training_goes_on(tmp_path, caplog):
     parts = tracked()
     with socket.socket() as taken:
@@ -142,7 +143,6 @@ def test_a_port_in_use_is_named_once_and_training_goes_on(tmp_path, caplog):
 
 
 def test_a_forked_worker_neither_listens_nor_answers(tmp_path):
-    """Neither the listening socket nor a connection that is answered at that moment stays open."""
     port, parts = free_port(), tracked()
     with Checkpointer(tmp_path / "run", every="never", metrics=f"http:{port}", **parts) as ckpt:
         step(ckpt, parts)
@@ -163,19 +163,6 @@ def test_a_forked_worker_neither_listens_nor_answers(tmp_path):
             assert answer.read() == b"free"
         os.waitpid(child, 0)
         assert values(port)["running"] == 1
-
-
-def sockets(pid):
-    """The sockets that a process holds."""
-    found = set()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            link = str(entry.readlink())
-        except OSError:
-            continue
-        if link.startswith("socket:"):
-            found.add(link)
-    return found
 
 
 def listening(port):
@@ -234,10 +221,6 @@ def test_a_proof_publishes_nothing(tmp_path, monkeypatch):
 # ---- a file for node_exporter
 
 
-def prom_file(folder, run):
-    return folder / prom_file_name(str(run))
-
-
 def test_the_file_has_the_last_values_after_the_end(tmp_path):
     folder, run, parts = tmp_path / "node_exporter", tmp_path / "run", tracked()
     folder.mkdir(mode=0o755)
@@ -281,6 +264,51 @@ def test_a_folder_that_is_not_there_is_named_once_and_training_goes_on(tmp_path,
     (warning,) = warnings(caplog)
     assert f"{tmp_path}/none" in warning
     assert "--collector.textfile.directory" in warning
+
+
+def test_a_relative_folder_is_that_of_the_start(tmp_path, monkeypatch):
+    run, parts = tmp_path / "run", tracked()
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with Checkpointer(run, metrics="textfile:metrics", **parts) as ckpt:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        step(ckpt, parts)
+    assert Values(prom_file(tmp_path / "metrics", run).read_text())["running"] == 0
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="mounting a tmpfs needs root")
+def test_a_full_disk_is_named_as_one_and_nothing_half_written_is_left(tmp_path, caplog):
+    folder, parts = tmp_path / "node_exporter", tracked()
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", folder]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this container may not mount a tmpfs")
+    try:
+        (folder / "other").write_bytes(b"x" * 4096)
+        with Checkpointer(tmp_path / "run", metrics=f"textfile:{folder}", **parts) as ckpt:
+            step(ckpt, parts)
+        left = [path.name for path in folder.iterdir()]
+    finally:
+        subprocess.run(["umount", folder], check=True)
+    (warning,) = warnings(caplog)
+    assert "No space left on device" in warning
+    assert f"free space, or quota of this user, in {folder}" in warning
+    assert left == ["other"]
+    assert (tmp_path / "run" / "snapshots").is_dir()
+
+
+def test_a_package_that_cannot_be_imported_costs_metrics_and_nothing_else(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.delitem(sys.modules, "trainckpt.metrics.prometheus_output")
+    monkeypatch.setitem(sys.modules, "prometheus_client.core", None)  # half of it is there
+    parts = tracked()
+    with Checkpointer(tmp_path / "run", metrics=f"textfile:{tmp_path}", **parts) as ckpt:
+        step(ckpt, parts)
+    (warning,) = warnings(caplog)
+    assert "pip install 'trainckpt[metrics]'" in warning
+    assert (tmp_path / "run" / "snapshots").is_dir()
 
 
 def test_what_a_killed_process_left_of_a_write_goes_away(tmp_path):
@@ -382,3 +410,24 @@ def test_values_that_change_while_they_are_read_are_read_again(tmp_path):
         readings._status = changing
         assert values(port)["running"] == 1
         assert len(calls) >= 3
+
+
+@pytest.mark.parametrize(
+    "kind", ["textfile:{folder}", "http:{port}", "otlp:http://127.0.0.1:{port}"]
+)
+def test_a_run_that_has_ended_lets_go_of_its_model(tmp_path, kind):
+    where = kind.format(folder=tmp_path, port=free_port())
+    held = weakref.ref(ended_run(tmp_path / "run", where))
+    gc.collect()
+    wait_for(lambda: "trainckpt-metrics" not in {each.name for each in threading.enumerate()})
+    gc.collect()
+    assert held() is None
+
+
+def ended_run(run, where):
+    """Train a little; return the model of the run, which has ended."""
+    parts = tracked()
+    with Checkpointer(run, every="never", metrics=where, **parts) as ckpt:
+        step(ckpt, parts)
+        ckpt._listener.metrics._readings.read()
+    return parts["model"]

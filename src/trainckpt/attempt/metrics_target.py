@@ -7,8 +7,9 @@ otlp:http://collector:4318         pushed to an OpenTelemetry collector
 
 from __future__ import annotations
 
+import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from trainckpt.storage.redact import redact_text, redacted
@@ -27,13 +28,13 @@ class MetricsTarget:
     Attributes:
         kind: `TEXTFILE`, `HTTP` or `OTLP`.
         text: The option as typed, without secrets.
-        address: Folder, host to listen on, or URL to send to.
+        address: Folder, as a whole path; host to listen on; or URL to send to.
         port: Port to listen on; 0: any free one.
     """
 
     kind: str
     text: str
-    address: str
+    address: str = field(repr=False)  # may hold a secret
     port: int = 0
 
 
@@ -48,12 +49,14 @@ def parse_metrics_target(value: object) -> MetricsTarget:
     text = str(value).strip()
     kind, _, rest = text.partition(":")
     if kind == TEXTFILE and rest:
-        return MetricsTarget(kind, text, rest)
+        # The script may change its working directory later.
+        return MetricsTarget(kind, text, os.path.abspath(os.path.expanduser(rest)))  # noqa: PTH100, PTH111
     if kind == HTTP and (match := _HTTP.fullmatch(rest)) and int(match[2]) <= MOST_PORT:
         host = (match[1] or LOOPBACK).strip("[]")
         return MetricsTarget(kind, text, host, int(match[2]))
     url = urlsplit(rest)
-    if kind == OTLP and url.scheme in ("http", "https") and url.hostname:
+    has_host = bool(url.hostname) and url.port != 0  # which raises beyond the largest port
+    if kind == OTLP and url.scheme in ("http", "https") and has_host:
         path = url.path.rstrip("/")
         if not path.endswith(OTLP_PATH):
             path += OTLP_PATH

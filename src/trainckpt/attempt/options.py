@@ -22,6 +22,7 @@ from trainckpt.format.changes import KINDS, Choices, parse_choices
 from trainckpt.format.duration import parse_duration
 from trainckpt.format.globs import Rename, parse_globs, parse_rename
 from trainckpt.snapshot.redundancy import RedundancySpec, parse_redundancy
+from trainckpt.storage.redact import redact_text, redacted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -186,9 +187,9 @@ def may_be_option(name: str, value: object) -> bool:
 
 
 def shown(value: object) -> str:
-    """Return a value for a message: on one line, and shortened."""
+    """Return a value for a message: on one line, shortened, and without secrets."""
     try:
-        return repr(value)[:200]
+        return redact_text(redacted(repr(value)))[:200]
     except ValueError:  # a number of too many digits
         return "a number"
 

@@ -36,12 +36,22 @@ class Metric:
         """Return the names of its labels."""
         return (RUN, ATTEMPT, self.label) if self.label else (RUN, ATTEMPT)
 
+    def labelled(self, shared: dict[str, str], own: str) -> dict[str, str]:
+        """Return label -> text of one value: those of all values, and its own if there is one."""
+        return {**shared, self.label: own} if self.label else shared
+
 
 def _metric(name: str, kind: str, text: str, *, unit: str = NUMBER, label: str = "") -> Metric:
     return Metric(f"trainckpt_{name}", kind, unit, label, text)
 
 
 RUNNING = _metric("running", GAUGE, "1 while the attempt runs; 0 in the last values of one ended")
+PUBLISHED = _metric(
+    "published_timestamp_seconds",
+    GAUGE,
+    "When these values were read, in seconds since 1970",
+    unit=SECONDS,
+)
 STEPS = _metric("steps_total", COUNTER, "Optimizer steps since the beginning of the run")
 STEP_S = _metric("step_seconds", GAUGE, "Median of the last steps", unit=SECONDS)
 STALL = _metric(
@@ -113,14 +123,14 @@ BADPUT = _metric(
     "badput_seconds_total", COUNTER, "All other time of the run", unit=SECONDS, label=BUCKET
 )
 GRACE = _metric(
-    "grace_seconds_left",
+    "grace_left_seconds",
     GAUGE,
     "Seconds until the deadline of the stop under way; without one, grace of a signal",
     unit=SECONDS,
 )
 
 METRICS = (
-    *(RUNNING, STEPS, STEP_S, STALL, STAGE, PERSIST, COMMIT, WRITTEN, INTERVAL),
+    *(RUNNING, PUBLISHED, STEPS, STEP_S, STALL, STAGE, PERSIST, COMMIT, WRITTEN, INTERVAL),
     *(DURABLE_STEP, DURABLE_AGE, REPLICA_LAG, FAILED, FAILED_IN_A_ROW, SKIPPED, FAILED_COPIES),
     *(VERIFY_FAILURES, RESTORE, RESUMES, GOODPUT, BADPUT, GRACE),
 )

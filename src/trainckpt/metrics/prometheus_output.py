@@ -4,19 +4,22 @@
 
     PromFile      RUN.prom in the folder of node_exporter's textfile collector, replaced atomically.
                   As open to readers as that folder, and writable by this user alone
-    HttpEndpoint  one listening socket, and one request at a time on the caller's thread. A process
-                  that the script forks closes its copies of the sockets
+    HttpEndpoint  one listening socket, and one request at a time on the caller's thread, for 5 s at
+                  most. A process that the script forks closes its copies of the sockets
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import io
 import os
 import re
 import selectors
 import socket
 import stat
+import time
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -30,12 +33,13 @@ from prometheus_client.core import (
 )
 
 from trainckpt.attempt.duration_histogram import BOUNDS_S, HistogramCounts
-from trainckpt.metrics.metric_table import COUNTER
-from trainckpt.metrics.unpublished import MetricsUnpublished
+from trainckpt.attempt.metrics_target import LOOPBACK, MOST_PORT
+from trainckpt.metrics.metric_table import COUNTER, GAUGE, HISTOGRAM
+from trainckpt.metrics.publisher import MetricsUnpublished
 from trainckpt.ranks.threads import SelfPipe
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from prometheus_client import Metric as Family
 
@@ -44,6 +48,11 @@ if TYPE_CHECKING:
 REQUEST_WITHIN_S = 5.0  # a client that sends and reads no faster is cut off
 READABLE = stat.S_IRGRP | stat.S_IROTH
 NAME_LENGTH = 60
+FAMILIES: dict[str, Any] = {
+    COUNTER: CounterMetricFamily,
+    GAUGE: GaugeMetricFamily,
+    HISTOGRAM: HistogramMetricFamily,
+}
 
 
 class RunCollector:
@@ -61,16 +70,14 @@ class RunCollector:
 
 def _family(reading: Reading, labels: dict[str, str]) -> Family:
     metric = reading.metric
-    kind = CounterMetricFamily if metric.kind == COUNTER else GaugeMetricFamily
-    histogram = HistogramMetricFamily(metric.name, metric.text, labels=metric.labels)
-    plain = kind(metric.name, metric.text, labels=metric.labels)
+    family = FAMILIES[metric.kind](metric.name, metric.text, labels=metric.labels)
     for own, value in reading.values:
-        of_value = [*labels.values(), own] if metric.label else list(labels.values())
+        labelled = list(metric.labelled(labels, own).values())
         if isinstance(value, HistogramCounts):
-            histogram.add_metric(of_value, _buckets(value), value.sum_s)
+            family.add_metric(labelled, _buckets(value), value.sum_s)
         else:
-            plain.add_metric(of_value, value)
-    return histogram if histogram.samples else plain
+            family.add_metric(labelled, value)
+    return cast("Family", family)
 
 
 def _buckets(counts: HistogramCounts) -> list[tuple[str, float]]:
@@ -110,7 +117,8 @@ class PromFile:
             self._remove_left_over()
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
             with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
-                os.fchmod(file.fileno(), mode)
+                if hasattr(os, "fchmod"):
+                    os.fchmod(file.fileno(), mode)
                 file.write(data)
             temporary.replace(path)
         except OSError as error:
@@ -118,8 +126,7 @@ class PromFile:
                 temporary.unlink(missing_ok=True)
             raise MetricsUnpublished(
                 f"{path} cannot be written: {error.strerror or error}",
-                hint=f"make the folder {path.parent} one that this user may write to, the one of "
-                "node_exporter's --collector.textfile.directory",
+                hint=_hint_for_folder(path.parent, error.errno),
             ) from error
 
     def _remove_left_over(self) -> None:
@@ -131,6 +138,15 @@ class PromFile:
         """Leave the file: its last values say that the attempt is over."""
 
 
+def _hint_for_folder(folder: Path, code: int | None) -> str:
+    if code in (errno.ENOSPC, errno.EDQUOT):
+        return f"free space, or quota of this user, in {folder}"
+    there = "the folder of node_exporter's --collector.textfile.directory"
+    if code in (errno.ENOENT, errno.ENOTDIR):
+        return f'make {folder}, or name {there} in metrics="textfile:..."'
+    return f"let this user write to {folder}, or name {there}, if that is another one"
+
+
 def prom_file_name(run: str) -> str:
     """Return the name of a run's file: two runs of one name have different ones."""
     words = re.sub(r"[^A-Za-z0-9_-]+", "-", run.rstrip("/").rpartition("/")[2])[:NAME_LENGTH]
@@ -138,6 +154,31 @@ def prom_file_name(run: str) -> str:
 
 
 # ---- the endpoint
+
+
+class _Connection(socket.socket):
+    """An accepted connection that ends at one moment, however slowly its client sends or reads."""
+
+    def __init__(self, accepted: socket.socket, ends_s: float) -> None:
+        """Take over `accepted`; `ends_s`: by the monotonic clock."""
+        super().__init__(fileno=accepted.detach())
+        self._ends_s = ends_s
+
+    def recv_into(self, *arguments: Any) -> int:
+        """Receive, as long as there is time left."""
+        self._limit()
+        return super().recv_into(*arguments)
+
+    def sendall(self, *arguments: Any) -> None:
+        """Send, as long as there is time left."""
+        self._limit()
+        super().sendall(*arguments)
+
+    def _limit(self) -> None:
+        left_s = self._ends_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the client is too slow")
+        self.settimeout(left_s)
 
 
 class _Server(WSGIServer):
@@ -160,9 +201,9 @@ class _Server(WSGIServer):
 
     def get_request(self) -> tuple[socket.socket, Any]:
         """Accept a connection."""
-        connection, address = super().get_request()
-        self.connection = connection
-        return connection, address
+        accepted, address = super().get_request()
+        self.connection = _Connection(accepted, time.monotonic() + REQUEST_WITHIN_S)
+        return self.connection, address
 
     def close_request(self, request: Any) -> None:
         """Close it after the answer."""
@@ -170,21 +211,23 @@ class _Server(WSGIServer):
         super().close_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a client that hung up."""
+        """Ignore a client that hung up, or was too slow."""
 
     def forget(self) -> None:
         """Close the copies of a forked process: nothing is sent, and the parent's stay open."""
         for each in (self.connection, self.socket):
             if each is not None:
                 with contextlib.suppress(OSError):
-                    each.close()
+                    os.close(each.detach())  # its files, which are open too, keep it from `close`
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = REQUEST_WITHIN_S
-
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - as the base class has it
         """Log nothing: a scrape comes every few seconds."""
+
+    def get_stderr(self) -> io.StringIO:
+        """Return where tracebacks go: nowhere. The publisher logs an error once."""
+        return io.StringIO()
 
 
 class HttpEndpoint:
@@ -194,35 +237,34 @@ class HttpEndpoint:
         address: Host and port, once it is open.
     """
 
-    def __init__(self, host: str, port: int, readings: RunReadings) -> None:
-        self._host, self._port = host, port
+    def __init__(
+        self, host: str, port: int, readings: RunReadings, on_error: Callable[[Exception], object]
+    ) -> None:
+        """`on_error`: called with what fails as the values are read, on the publisher's thread."""
+        self._host, self._port, self._on_error = host, port, on_error
         self._app = make_wsgi_app(_registry(readings))
         self._server: _Server | None = None
         self._pipe = SelfPipe()
         self.address = ""
 
-    def open(self) -> bool:
-        """Listen; return False if it does already. Publisher's thread.
+    def open(self) -> None:
+        """Listen. Publisher's thread.
 
         Raises:
             MetricsUnpublished: the address is taken, or not this host's.
         """
-        if self._server is not None:
-            return False
+        host, port = self._host, self._port
         try:
-            self._server = server = _Server(self._host, self._port)
+            self._server = server = _Server(host, port)
         except OSError as error:
             raise MetricsUnpublished(
-                f"cannot listen on {self._host} port {self._port}: {error.strerror or error}",
-                hint='give this run a port of its own, such as metrics="http:'
-                f'{self._host}:{self._port + 1}", and add it to Prometheus',
+                f"cannot listen on {host} port {port}: {error.strerror or error}",
+                hint=_hint_for_address(host, port, error.errno),
             ) from error
-        server.set_app(self._app)
+        server.set_app(self._answer)
         server.timeout = 0
         _open_servers.add(server)
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        self.address = f"{host}:{server.server_port}"
-        return True
+        self.address = f"{_in_url(host)}:{server.server_port}"
 
     def serve(self) -> None:
         """Answer requests until `wake` is called. Publisher's thread."""
@@ -232,19 +274,39 @@ class HttpEndpoint:
             pipe = selector.register(self._pipe, selectors.EVENT_READ)
             while all(key is not pipe for key, _ in selector.select()):
                 self._server.handle_request()
-        self._pipe.drain()
 
     def wake(self) -> None:
         """Let `serve` return. Any thread."""
         self._pipe.ring()
 
     def close(self) -> None:
-        """Close the listening socket. Publisher's thread, or after it has ended."""
+        """Close the listening socket. Publisher's thread."""
         server, self._server = self._server, None
         if server is not None:
             _open_servers.discard(server)
             server.server_close()
         self._pipe.close()
+
+    def _answer(self, environ: Any, start_response: Any) -> Iterable[bytes]:
+        try:
+            return cast("Iterable[bytes]", self._app(environ, start_response))
+        except Exception as error:
+            self._on_error(error)
+            raise  # it is answered with 500
+
+
+def _hint_for_address(host: str, port: int, code: int | None) -> str:
+    if code == errno.EADDRINUSE:
+        free = port + 1 if port < MOST_PORT else port - 1
+        own = f'metrics="http:{_in_url(host)}:{free}"'
+        return f"give this run a port of its own, such as {own}, and add it to Prometheus"
+    if code in (errno.EACCES, errno.EPERM):
+        return "name a port from 1024 on: those below belong to root"
+    return f'name an address of this host, such as metrics="http:{LOOPBACK}:{port}"'
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 _open_servers: weakref.WeakSet[_Server] = weakref.WeakSet()

@@ -3,12 +3,13 @@
     textfile, otlp    the values now, then every 15 s, and the last ones at the attempt's end
     http              whenever they are asked for, until the attempt's end
 
-Nothing here can hurt training: what fails is logged once, with what to do, and tried again. The end
-of the attempt waits for the last values, but not long.
+Nothing here can hurt training: what fails is logged once, with what to do, and tried again; it is
+logged anew if it worked meanwhile. The end of the attempt waits for the last values, but not long.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -18,15 +19,17 @@ from typing import TYPE_CHECKING, Protocol
 from trainckpt.attempt.log import logger
 from trainckpt.attempt.metrics_target import HTTP, OTLP, TEXTFILE
 from trainckpt.errors import ConfigurationError
-from trainckpt.metrics.unpublished import MetricsUnpublished
+from trainckpt.storage.redact import one_line
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from trainckpt.attempt.metrics_target import MetricsTarget
     from trainckpt.metrics.prometheus_output import HttpEndpoint
     from trainckpt.metrics.run_readings import RunReadings
 
 PUBLISH_EVERY_S = 15.0
-END_WITHIN_S, SUSPEND_WITHIN_S = 3.0, 15.0
+END_WITHIN_S, LEAST_END_S, SUSPEND_WITHIN_S = 3.0, 0.2, 15.0
 NEEDS = {  # kind -> module, and the extra that installs it
     TEXTFILE: ("prometheus_client", "metrics"),
     HTTP: ("prometheus_client", "metrics"),
@@ -55,6 +58,18 @@ def check(target: MetricsTarget | None) -> None:
         )
 
 
+class MetricsUnpublished(Exception):
+    """Metrics could not be published: the place does not take them.
+
+    Attributes:
+        hint: What to do about it.
+    """
+
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
 class _Sink(Protocol):
     """A place that metrics are sent to."""
 
@@ -77,11 +92,12 @@ class MetricsPublisher:
         self._stopping = threading.Event()
         self._endpoint: HttpEndpoint | None = None
         self._thread: threading.Thread | None = None
-        # Now, not on the thread: a loader worker forked amid an import waits for its lock for ever.
-        importlib.import_module(OUTPUTS[target.kind])
+        self._can_publish = self._import()
 
     def start(self) -> None:
         """Publish from now on."""
+        if not self._can_publish:
+            return
         self._stopping.clear()
         self._thread = threading.Thread(target=self._publish, name="trainckpt-metrics", daemon=True)
         self._thread.start()
@@ -92,7 +108,7 @@ class MetricsPublisher:
         Raises:
             TimeoutError: a request is under way and does not end.
         """
-        self.end_soon()
+        self._end_soon()
         if self._thread is not None:
             self._thread.join(SUSPEND_WITHIN_S)  # a collector may not answer
             if self._thread.is_alive():
@@ -103,25 +119,42 @@ class MetricsPublisher:
         """Publish again, after a restore."""
         self.start()
 
-    def close(self) -> None:
+    def close(self, left_s: float | None = None) -> None:
         """End, with the last values. Waits 3 s at most; may be repeated.
 
         A forked child has the object but not the thread: nothing happens there.
+
+        Args:
+            left_s: Seconds until the stop's deadline: no wait is longer.
         """
         if self._pid != os.getpid() or self._readings.is_over:
             return
         self._readings.is_over = True
-        if self._thread is None and self._target.kind != HTTP:  # suspended for a dump not made
+        has_ended = self._thread is None or not self._thread.is_alive()
+        if has_ended and self._target.kind != HTTP:  # suspended for a dump that was not made
             self.start()
-        self.end_soon()
+        self._end_soon()
         if self._thread is not None:
-            self._thread.join(END_WITHIN_S)
+            within_s = END_WITHIN_S if left_s is None else min(END_WITHIN_S, left_s)
+            self._thread.join(max(within_s, LEAST_END_S))
 
-    def end_soon(self) -> None:
+    def _end_soon(self) -> None:
         """Let the thread end."""
         self._stopping.set()
         if (endpoint := self._endpoint) is not None:
             endpoint.wake()
+
+    def _import(self) -> bool:
+        """Import what publishes; return False if that fails, as half of a package may be there.
+
+        Now, not on the thread: a loader worker forked amid an import waits for its lock for ever.
+        """
+        try:
+            importlib.import_module(OUTPUTS[self._target.kind])
+        except Exception as error:  # noqa: BLE001 - the other ranks train, and so does this one
+            self._warn(error, f"pip install 'trainckpt[{NEEDS[self._target.kind][1]}]'")
+            return False
+        return True
 
     # ---- the thread
 
@@ -132,39 +165,31 @@ class MetricsPublisher:
             else:
                 self._push()
         except Exception as error:  # noqa: BLE001 - it ends the metrics, never the training
-            self._log_once(f"{type(error).__name__}: {error}", "report it, please")
+            self._warn(error)
 
     def _serve(self) -> None:
         from trainckpt.metrics.prometheus_output import HttpEndpoint
 
-        endpoint = HttpEndpoint(self._target.address, self._target.port, self._readings)
+        host, port = self._target.address, self._target.port
+        endpoint = HttpEndpoint(host, port, self._readings, self._warn)
         self._endpoint = endpoint
-        while not self._stopping.is_set():
-            try:
-                endpoint.open()
-            except MetricsUnpublished as error:  # perhaps the attempt before is about to leave
-                self._log_once(str(error), error.hint)
-                self._stopping.wait(PUBLISH_EVERY_S)
-                continue
-            logger.info("metrics at http://%s/metrics", endpoint.address)
-            endpoint.serve()
-        self._endpoint = None
-        endpoint.close()
+        try:
+            while not self._stopping.is_set() and not self._succeeds(endpoint.open):
+                self._stopping.wait(PUBLISH_EVERY_S)  # perhaps an attempt before is about to leave
+            if endpoint.address:
+                logger.info("metrics at http://%s/metrics", endpoint.address)
+                endpoint.serve()
+        finally:
+            self._endpoint = None
+            endpoint.close()
 
     def _push(self) -> None:
-        sink = self._open_sink()
-        is_last = False
-        while not is_last:
-            is_last = self._stopping.is_set()
-            try:
-                sink.publish()
-            except MetricsUnpublished as error:
-                self._log_once(str(error), error.hint)
-            except Exception as error:  # noqa: BLE001 - it may pass, and training goes on
-                self._log_once(f"{type(error).__name__}: {error}", "report it, please")
-            if not is_last:
-                self._stopping.wait(PUBLISH_EVERY_S)
-        sink.close()
+        with contextlib.closing(self._open_sink()) as sink:
+            self._succeeds(sink.publish)
+            while not self._stopping.wait(PUBLISH_EVERY_S):
+                self._succeeds(sink.publish)
+            if self._readings.is_over:
+                self._succeeds(sink.publish)
 
     def _open_sink(self) -> _Sink:
         if self._target.kind == OTLP:
@@ -175,7 +200,21 @@ class MetricsPublisher:
 
         return PromFile(self._target.address, self._readings, self._run)
 
-    def _log_once(self, why: str, hint: str) -> None:
-        if not self._has_logged:
-            self._has_logged = True
-            logger.warning("no metrics, training goes on: %s. Next: %s", why, hint)
+    def _succeeds(self, call: Callable[[], object]) -> bool:
+        """Call; return False if it failed, which may pass."""
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - training goes on
+            self._warn(error)
+            return False
+        self._has_logged = False
+        return True
+
+    def _warn(self, error: Exception, hint: str = "report it, please") -> None:
+        if self._has_logged:
+            return
+        self._has_logged = True
+        why = f"{type(error).__name__}: {error}"
+        if isinstance(error, MetricsUnpublished):
+            why, hint = str(error), error.hint
+        logger.warning("no metrics, training goes on: %s. Next: %s", one_line(why), hint)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from trainckpt.attempt.record_writer import RecordWriter
     from trainckpt.format.attempt_record import AttemptRecord
     from trainckpt.metrics.metric_table import Metric
-    from trainckpt.replicate.tier_uploader import TierUploader
     from trainckpt.save.coordinator import SaveCoordinator
     from trainckpt.save.estimates import Timings
     from trainckpt.save.schedule import SaveSchedule
@@ -100,6 +99,7 @@ class RunReadings:
         self._status, self._grace_s, self._durable = status, grace_s, durable
         self._begun_from, self._damaged = begun_from, damaged
         self._earlier: _Earlier | None = None
+        self._highest_s: dict[str, float] = {}
 
     @property
     def labels(self) -> dict[str, str]:
@@ -129,6 +129,7 @@ class RunReadings:
     def _progress(self, status: LiveStatus) -> Iterator[Reading]:
         left_s = self._grace_s if status.stop is None else status.stop.seconds_left
         yield _one(table.RUNNING, 0 if self.is_over else 1)
+        yield _one(table.PUBLISHED, status.written)
         yield _one(table.STEPS, self._timings.times.times().reached.steps)
         yield _one(table.STEP_S, status.step_s)
         yield _one(table.GRACE, left_s)
@@ -150,7 +151,7 @@ class RunReadings:
         own_s = self._schedule.interval_s(step_s)
         intervals = {
             LOCAL: own_s,
-            **{u.tier.name: _interval_s(u, own_s, step_s) for u in uploaders},
+            **{u.tier.name: u.interval_s(own_s, step_s) for u in uploaders},
         }
         newest = {u.tier.name: u.newest or "" for u in uploaders}
         if status.replicates:
@@ -190,7 +191,12 @@ class RunReadings:
         earlier = self._earlier
         if earlier is None or earlier.attempt != record.attempt:
             self._earlier = earlier = self._read_earlier(record)
-        buckets = {name: earlier.buckets[name] + own.buckets[name] for name in BUCKETS}
+            self._highest_s = dict.fromkeys(BUCKETS, 0.0)
+        for name in BUCKETS:
+            # A wait for a save counts as training until it is over; but no counter may fall.
+            seconds = earlier.buckets[name] + own.buckets[name]
+            self._highest_s[name] = max(self._highest_s[name], seconds)
+        buckets = dict(self._highest_s)
         yield _one(table.GOODPUT, buckets.pop(TRAINING))
         yield Reading(table.BADPUT, list(buckets.items()))
         yield Reading(table.RESUMES, list(earlier.resumes.items()))
@@ -216,18 +222,6 @@ def _step_of(snapshot: str) -> int:
     """Return the step of a snapshot by its full name; 0 without one."""
     name = SnapshotName.parse(snapshot)
     return 0 if name is None else name.step
-
-
-def _interval_s(uploader: TierUploader, own_s: float | None, step_s: float | None) -> float | None:
-    """Return the seconds from one copy to the next, which cannot be below the run directory's."""
-    every = uploader.every
-    if every is None or own_s is None:
-        return own_s
-    if every.steps is not None:
-        return None if step_s is None else max(every.steps * step_s, own_s)
-    if every.auto:
-        return own_s
-    return None if every.seconds is None else max(every.seconds, own_s)
 
 
 def _resumes(records: Mapping[int, AttemptRecord]) -> dict[str, int]:

@@ -236,12 +236,13 @@ class NoticeListener:
         if not self._started:
             _stop_listening(self._early, self._signals)
             return
+        left_s = self.deadline.left_s()
         self.deadline.end()
         self.end_boundary_wait()
         self.watcher.publish_final()
         self.watcher.stop()
         if self.metrics is not None:
-            self.metrics.close()
+            self.metrics.close(left_s)
         if self._heartbeat is not None:
             self._heartbeat.stop()
 
