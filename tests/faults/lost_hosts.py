@@ -27,7 +27,9 @@ WAYS = {"partner": 1, "xor:4": 1, "rs:2+2": 2}  # how many hosts may be lost
 
 @dataclass(frozen=True)
 class Case:
-    """What is lost, when, on which hosts the run goes on, and whether it is encrypted."""
+    """What is lost, when, on which hosts the run goes on, and whether it is encrypted; on which
+    hosts the manifest in memory is damaged.
+    """
 
     redundancy: str
     lost: tuple[int, ...]
@@ -35,6 +37,7 @@ class Case:
     delay_s: float = 0.0
     every: str = "never"
     sealed: bool = False
+    spoiled: tuple[int, ...] = ()
 
     @property
     def numbers(self):
@@ -126,6 +129,8 @@ def play(hosts, case, folder, expected):
     assert done < LAST, "it went on to its end"
     for number in case.lost:
         hosts.boot(number)
+    for number in case.spoiled:
+        spoil_manifests(hosts, number)
     again, until = folder / "again", min(done + 3, LAST)
     hosts.start(
         case.numbers,
@@ -147,6 +152,17 @@ def play(hosts, case, folder, expected):
         begun_as = expected[rank][str(began)]["state"] if began else None
         assert begun_as in (facts["began"]["state"], None), (rank, began)
     return Result(newest(before), done, began, log.read_text())
+
+
+def spoil_manifests(hosts, number):
+    """One bit of each manifest in the memory of this host is another one."""
+    memory = Path(f"/proc/{hosts.holder(number)}/root") / str(hosts.own).lstrip("/")
+    files = list(memory.glob("trainckpt-*/*/snapshots/*/manifest.json"))
+    assert files
+    for file in files:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
 
 
 def newest(facts):

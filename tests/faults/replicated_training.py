@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import signal
 import time
 import warnings
 from pathlib import Path
@@ -23,7 +24,11 @@ SLOW_FROM, SLOW_STEP_S = 30, 0.5
 
 
 def train(place, until, marks):
-    """Leaves marks/<rank>/<step> at each step: what there was, and what was known to be kept."""
+    """Leaves marks/<rank>/<step> at each step: what there was, and what was known to be kept.
+
+    With TEST_DIES=RANK,STEP that rank dies behind the boundary of that step, with TEST_OWN_BYTES of
+    its own on the way to its partner.
+    """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
@@ -31,6 +36,8 @@ def train(place, until, marks):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 300), nn.Dropout(0.2), nn.Linear(300, 1))
     wrapped = DistributedDataParallel(model)
+    if own_bytes := int(os.environ.get("TEST_OWN_BYTES", "0")):
+        model.register_buffer("own", torch.zeros(own_bytes, dtype=torch.uint8))
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     torch.manual_seed(rank + 1)
     folder = Path(marks) / str(rank)
@@ -38,6 +45,8 @@ def train(place, until, marks):
     with Checkpointer(place, model=wrapped, optimizer=optimizer) as ckpt:
         note(folder, "began", ckpt, model, optimizer)
         while ckpt.cursor.step < until and ckpt.boundary():
+            if os.environ.get("TEST_DIES") == f"{rank},{ckpt.cursor.step}":
+                os.kill(os.getpid(), signal.SIGKILL)
             pace(ckpt.cursor.step)
             wrapped(torch.randn(4, 64)).square().mean().backward()
             optimizer.step()

@@ -32,8 +32,8 @@ LEFT, WENT_ON = "when the others have left", "when the run has gone on"
 
 @dataclass(frozen=True)
 class Case:
-    """Who dies, how and when; whether partners keep what is its own; whether it is encrypted; and
-    when it wakes again.
+    """Who dies, how and when; whether partners keep what is its own; whether it is encrypted; when
+    it wakes again; and whether the second one dies later, while it saves with the others.
     """
 
     partners: bool
@@ -42,6 +42,7 @@ class Case:
     delay_s: float = 0.0
     sealed: bool = False
     wakes: str = ""
+    in_turn: bool = False
 
     @property
     def is_exact(self):
@@ -111,7 +112,9 @@ def play(hosts, case, folder, expected):
         assert time.monotonic() < until_s, log.read_text()
         time.sleep(0.01)
     time.sleep(case.delay_s)
-    for rank in case.lost:
+    if case.in_turn:
+        die_in_turn(ranks, case.lost, folder / "run" / "survivors" / "1")
+    for rank in () if case.in_turn else case.lost:
         os.kill(ranks[rank], signal.SIGSTOP if case.stops else signal.SIGKILL)
     codes = hosts.ends_but(case.lost)
     assert all(code not in (0, None) for code in codes), (codes, log.read_text())
@@ -147,6 +150,21 @@ def play(hosts, case, folder, expected):
         same(before, expected)
         same(after, expected)
     return Result(done, began, log.read_text())
+
+
+def die_in_turn(ranks, lost, reports):
+    """The second dies once it has reported; until then the partner of the first sleeps, so that
+    nothing can be decided.
+    """
+    first, second = lost
+    os.kill(ranks[first], signal.SIGKILL)
+    os.kill(ranks[first + 1], signal.SIGSTOP)
+    until_s = time.monotonic() + HANG_S
+    while not (reports / f"{second}.json").exists():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    os.kill(ranks[second], signal.SIGKILL)
+    os.kill(ranks[first + 1], signal.SIGCONT)
 
 
 def wake(hosts, asleep, folder):

@@ -26,7 +26,7 @@ def expected(four, tmp_path_factory):
 @pytest.mark.parametrize(
     "case",
     [
-        Case("partner", (0,)),
+        Case("partner", (0,), spoiled=(1,)),
         Case("xor:4", (2,)),
         *long(Case("rs:2+2", (1, 3))),
         Case("rs:2+2", (0, 1), replaced=False, sealed=True),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.faults import replicated_training
 from tests.faults.farm import farm, why_not
+from tests.faults.lost_hosts import noted
 from tests.faults.survivors import EXACT, LEFT, MARKED, SIZE, WENT_ON, Case, play, straight
+from tests.long_cases import long
 from trainckpt.stop.survivor_setup import says_that_a_rank_is_gone
 
 
@@ -29,6 +32,7 @@ def expected(four, tmp_path_factory):
         Case(partners=True, lost=(0, 2), sealed=True),
         Case(partners=True, lost=(0,), stops=True, wakes=LEFT),
         Case(partners=True, lost=(2,), stops=True, wakes=WENT_ON),
+        *long(Case(partners=True, lost=(1, 3), in_turn=True)),
     ],
     ids=str,
 )
@@ -40,6 +44,43 @@ def test_with_partners_one_step_is_lost_at_most_and_the_run_goes_on_to_the_bit(
     assert "(survivors of rank " in found.log
     assert EXACT in found.log
     assert ("snapshots are encrypted to" in found.log) == case.sealed
+
+
+@pytest.mark.parametrize("step", [1, *long(63)], ids=["first step", "comparison of replicas"])
+def test_a_rank_that_dies_before_its_partner_has_its_newest_state_costs_one_step(
+    four, tmp_path, step
+):
+    """Also where the ranks have just compared anew which tensors they share."""
+    log, of_both = tmp_path / "log", {"TRAINCKPT_EVERY": "never", "TEST_OWN_BYTES": 1 << 22}
+    four.start(
+        range(SIZE),
+        replicated_training.train,
+        tmp_path / "run",
+        step + 5,
+        tmp_path / "marks",
+        log=log,
+        TRAINCKPT_SURVIVORS="8 s",
+        TRAINCKPT_REDUNDANCY="partner",
+        TEST_DIES=f"2,{step}",
+        **of_both,
+    )
+    assert all(code not in (0, None) for code in four.ends()), log.read_text()
+    four.start(
+        range(SIZE),
+        replicated_training.train,
+        tmp_path / "run",
+        step + 1,
+        tmp_path / "again",
+        log=log,
+        **of_both,
+    )
+    assert four.ends() == [0] * SIZE, log.read_text()
+    assert EXACT in log.read_text()
+    before, after = noted(tmp_path / "marks"), noted(tmp_path / "again")
+    for rank in range(SIZE):
+        assert step - 1 <= after[rank]["began"]["step"] <= step
+        again = after[rank].get(str(step), after[rank]["began"])
+        assert again["state"] == before[rank][str(step)]["state"]
 
 
 def test_without_partners_it_is_marked_and_every_sample_is_seen_once(four, expected, tmp_path):

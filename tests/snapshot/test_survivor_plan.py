@@ -7,8 +7,8 @@ from trainckpt.snapshot.survivor_plan import SurvivorDecision, SurvivorHoldings,
 PLACES = {step: (0, step, 0, step, 0) for step in range(20)}
 
 
-def has(step, *files, whole=False, carried=False):
-    return SurvivorHoldings(PLACES[step], files, whole, carried)
+def has(step, *files, whole=False, carried=False, samples=("same",)):
+    return SurvivorHoldings(PLACES[step], files, whole, carried, samples)
 
 
 def decided(*reports, world=4, is_all=False):
@@ -53,6 +53,13 @@ def test_ranks_at_another_step_count_as_lost_with_what_was_their_own():
 def test_what_no_rank_holds_whole_is_never_saved():
     assert decided((0, [has(5, 0)]), (1, []), world=3, is_all=True) is None
     assert decided(world=3, is_all=True) is None
+
+
+def test_a_moment_whose_replicas_have_drifted_apart_is_never_saved():
+    apart = [(0, [has(5, 0), has(6, 0)]), (1, [has(5, 1, 2), has(6, 1, 2, samples=("a", "same"))])]
+    assert decided(*apart, world=3) == SurvivorDecision(PLACES[5], (0, 1, 1))
+    whole = [(0, [has(5, 0, whole=True)]), (1, [has(5, 1, whole=True, samples=("other",))])]
+    assert decided(*whole, world=3, is_all=True) is None
 
 
 def test_gradients_that_may_have_counted_are_told():

@@ -97,6 +97,44 @@ def test_a_moment_is_what_there_was_whatever_came_after(parts):
     kept.close()
 
 
+def test_a_moment_stays_whole_when_the_next_one_is_compared_anew(parts):
+    """The first step makes tensors: what is equal on all ranks is another set from then on."""
+    model, optimizer, registry = parts
+    kept = moments(registry, SlowPartner([]))
+    kept.record(Cursor())
+    then = model.weight.detach().clone()
+    train(model, optimizer)
+    kept.record(Cursor(step=1))
+    kept.freeze()
+    older, newest = kept.states()
+    assert older.entries.keys() < newest.entries.keys()
+    share = older.share_of(0)
+    assert older.has(share)
+    assert not older.is_whole
+    _ = older.small.head
+    shard, entries = older.file_of(0, 1, share, older.small.memory)
+    _ = shard.head
+    found, _ = read_small(shard.memory, "the file")
+    assert torch.equal(found["model/weight"], then)
+    assert found.keys() == entries.keys()
+    kept.close()
+
+
+def test_training_advances_also_where_nothing_is_recorded(parts):
+    """Else a rank that trains on, as under FSDP2, would count as one that hangs."""
+    model, optimizer, registry = parts
+    kept = moments(registry, None)
+    kept._turn_off("the state is sharded")
+    seen = [kept.progress]
+    for step in range(3):
+        kept.record(Cursor(step=step))
+        seen.append(kept.progress)
+        train(model, optimizer)
+        seen.append(kept.progress)
+    assert seen == sorted(set(seen))
+    kept.close()
+
+
 def test_what_was_changed_behind_the_optimizer_s_back_spoils_a_moment(parts):
     model, optimizer, registry = parts
     kept = moments(registry, SlowPartner([]))

@@ -224,7 +224,7 @@ def _bring(
     """Copy one snapshot to the run directory. Raise `_Refused` on all ranks if impossible;
     nothing is committed then."""
     rank = channel.world.rank
-    manifest = _manifest(channel, run, name, place, holders[0])
+    manifest = _manifest(channel, run, name, place, holders)
     mine = _verified(place, manifest) if place is not None else ScavengedCopy()
     with mine.close:
         answers = channel.gather("verified", mine.to_json(), RANKS_TIMEOUT_S)
@@ -263,21 +263,30 @@ def _must(channel: RankStore, key: str, call: Any) -> None:
 
 
 def _manifest(
-    channel: RankStore, run: str, name: SnapshotName, place: SharedMemoryDir | None, holder: int
+    channel: RankStore,
+    run: str,
+    name: SnapshotName,
+    place: SharedMemoryDir | None,
+    holders: Sequence[int],
 ) -> Manifest:
-    """Return the manifest, sent to all ranks by the first host that has it."""
-    if channel.world.rank == holder:
-        assert place is not None
-        data = replica_slots.read_manifest(place, name.folder, manifests.MAX_BYTES) or b""
-        channel.put("manifest", data.decode(errors="replace"))
-    text = channel.get("manifest", RANKS_TIMEOUT_S)
-    try:
-        manifest = manifests.load(text.encode(), f"the manifest of {name} in memory")
-    except UnusableSnapshot as error:
-        raise _Refused(error.message) from error
-    if manifest.run != run or manifest.name != name:
-        raise _Refused("its manifest belongs to another run or snapshot")
-    return manifest
+    """Return the manifest, sent to all ranks by the first host that has a good one."""
+    why = ""
+    for holder in holders:
+        key = f"manifest/{holder}"
+        if channel.world.rank == holder:
+            assert place is not None
+            data = replica_slots.read_manifest(place, name.folder, manifests.MAX_BYTES) or b""
+            channel.put(key, data.decode(errors="replace"))
+        text = channel.get(key, RANKS_TIMEOUT_S)
+        try:
+            manifest = manifests.load(text.encode(), f"the manifest of {name} in memory")
+        except UnusableSnapshot as error:
+            why = why or error.message
+            continue
+        if manifest.run == run and manifest.name == name:
+            return manifest
+        why = why or "its manifest belongs to another run or snapshot"
+    raise _Refused(why)
 
 
 def _verified(place: SharedMemoryDir, manifest: Manifest) -> ScavengedCopy:

@@ -3,7 +3,8 @@
 A rank reports its steps in memory. For each: its own file, files it can write for others (it has
 their small state), and whether it has all replicated tensors. The newest step with every rank's
 file is saved exactly. If there is none and every report is in, the newest step that one rank has
-whole is saved; without the lost ranks' own state it is not bitwise.
+whole is saved; without the lost ranks' own state it is not bitwise. A step whose replicas have
+drifted apart is never saved: its file would mix the weights of several ranks.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ class SurvivorHoldings:
         files: Ranks whose files it can write exactly, itself among them.
         whole: It can write any rank's share of the replicated tensors.
         carried: Gradients of an earlier window still existed and may have been added to.
+        samples: Digests of a few bytes of the replicated tensors, on this rank and on those whose
+            small state it has; one, if they are equal.
     """
 
     place: tuple[int, ...]
     files: tuple[int, ...]
     whole: bool
     carried: bool = False
+    samples: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON, to send to the other ranks."""
@@ -39,7 +43,11 @@ class SurvivorHoldings:
     def from_json(cls, data: Any) -> SurvivorHoldings:
         """Return the value from `to_json`."""
         return cls(
-            tuple(data["place"]), tuple(data["files"]), bool(data["whole"]), bool(data["carried"])
+            tuple(data["place"]),
+            tuple(data["files"]),
+            bool(data["whole"]),
+            bool(data["carried"]),
+            tuple(data["samples"]),
         )
 
 
@@ -91,6 +99,7 @@ def decide(
         }
         for place in sorted(places, key=lambda place: (place[1], place), reverse=True)
     ]
+    moments = [moment for moment in moments if _is_alike(moment)]
     for moment in moments:
         writers = _writers(moment, world)
         if None not in writers:
@@ -102,6 +111,10 @@ def decide(
             lost = tuple(owner for owner, writer in enumerate(writers) if writer is None)
             return _decision(moment, [spare if w is None else w for w in writers], lost)
     return None
+
+
+def _is_alike(moment: Mapping[int, SurvivorHoldings]) -> bool:
+    return len({sample for has in moment.values() for sample in has.samples}) < 2
 
 
 def _writers(moment: Mapping[int, SurvivorHoldings], world: int) -> list[int | None]:

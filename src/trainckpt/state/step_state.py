@@ -29,7 +29,7 @@ from trainckpt.state.overlapped_copy import OverlappedCopy, PendingCopy
 from trainckpt.storage.direct_io import private_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from trainckpt.format.cursor import Cursor
     from trainckpt.format.shard_file import Region
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from trainckpt.state.registry import Registry
 
 ALIGNED_BYTES = 64
+NO_SAMPLE = "00" * 16
 
 
 @dataclass
@@ -46,8 +47,13 @@ class StepState:
     Attributes:
         cursor: Its position.
         entries: Manifest entries of the tensors equal on all ranks.
+        share_of: Returns the regions of these that a rank stores; None: this rank lacks some.
         small: The small shard file of this rank's own state.
+        sample: Digest of a few of their bytes: equal on all ranks.
+        asks: This rank asks for a comparison of the replicas.
+        is_asked: Any rank does; once it is safe.
         kept: Owner -> its small shard file of the same boundary.
+        samples_of: Owner -> its `sample`.
         whole: The tensors equal on all ranks: copies if more than steps change them, else live.
         copied: Key of a region of a large tensor -> its copy, complete after `overlapped`.
         overlapped: Copies the shares of the large tensors; None: nothing is copied.
@@ -60,8 +66,13 @@ class StepState:
 
     cursor: Cursor
     entries: dict[str, TensorEntry]
+    share_of: Callable[[int], tuple[Region, ...]] | None
     small: staging.Shard
+    sample: str = NO_SAMPLE
+    asks: bool = False
+    is_asked: bool = False
     kept: dict[int, memoryview] = field(default_factory=dict)
+    samples_of: dict[int, str] = field(default_factory=dict)
     whole: dict[str, torch.Tensor] = field(default_factory=dict)
     copied: dict[str, torch.Tensor] = field(default_factory=dict)
     overlapped: OverlappedCopy | None = None

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
 
 
 LENGTH_BYTES = 8
+SAMPLE_BYTES = 16
 MAX_BYTES = 1 << 34
 END_WITHIN_S = 5.0  # of the thread; longer where a partner is gone, and then it stays where it is
 
@@ -128,33 +129,40 @@ class PartnerStateExchange:
                 members = (owner, partner)
                 self._groups[owner] = Exchange(self._channel, f"group/{owner}", members, DAY_S)
         mine = self._groups[self._rank]
-        lengths = {owner: bytearray(LENGTH_BYTES) for owner in self.owners}
-        length = bytearray(len(moment.small.memory).to_bytes(LENGTH_BYTES, "little"))
-        begun = [(mine, mine.begin([], [(1, 0, memoryview(length))]))]
-        for owner, into in lengths.items():
+        heads = {owner: bytearray(LENGTH_BYTES + SAMPLE_BYTES) for owner in self.owners}
+        length = len(moment.small.memory).to_bytes(LENGTH_BYTES, "little")
+        head = bytearray(length + bytes.fromhex(moment.sample))
+        begun = [(mine, mine.begin([], [(1, 0, memoryview(head))]))]
+        for owner, into in heads.items():
             group = self._groups[owner]
             begun.append((group, group.begin([(0, 0, memoryview(into))], [])))
         _wait_all(begun)
         begun = [(mine, mine.begin([], [(1, 1, moment.small.memory)]))]
         received: dict[int, memoryview] = {}
-        for owner, encoded in lengths.items():
-            num_bytes = int.from_bytes(encoded, "little")
+        for owner, encoded in heads.items():
+            num_bytes = int.from_bytes(encoded[:LENGTH_BYTES], "little")
             if num_bytes > MAX_BYTES:
                 why = f"rank {owner} reports an impossible size of its state, {num_bytes} bytes"
                 raise NoAgreement(why)
             received[owner], group = private_memory(num_bytes), self._groups[owner]
             begun.append((group, group.begin([(0, 1, received[owner])], [])))
         _wait_all(begun)
+        moment.samples_of = {o: bytes(e[LENGTH_BYTES:]).hex() for o, e in heads.items()}
         moment.kept = received
 
     def _count(self, moment: StepState) -> None:
-        key = f"{self._number}/all"
+        """Return once all ranks have come so far. Any of them may ask for a comparison."""
+        key, ask = f"{self._number}/all", f"{self._number}/ask"
+        if moment.asks or set(moment.samples_of.values()) - {moment.sample}:
+            self._channel.put(ask, True)
         if self._channel.count(f"{self._number}/here") == self._size:
-            self._channel.put(key, True)
+            moment.is_asked = self._channel.peek(ask) is not None
+            self._channel.put(key, moment.is_asked)
             old = self._number - 2  # no rank waits for that: all have counted a later one
-            self._channel.forget([f"{old}/here", f"{old}/all"] if old > 0 else [])
+            stale = [f"{old}/here", f"{old}/all", f"{old}/ask"]
+            self._channel.forget(stale if old > 0 else [])
         else:
-            self._channel.get(key, DAY_S)
+            moment.is_asked = bool(self._channel.get(key, DAY_S))
         moment.safe.set()
 
 
@@ -168,7 +176,9 @@ def _wait_all(begun: list[tuple[Exchange, list[tuple[object, object]]]]) -> None
 
 HOLD_S = 60.0  # a step waits so long for the others
 PROVED_FIRST, PROVED_EVERY = 2, 64  # states whose copies are compared with live tensors
-COMPARED_EVERY = 64  # states after which replicas are compared again, by samples
+# States after which replicas are compared again, by samples; sooner among the first ones, and
+# where a rank asks for it.
+COMPARED_EVERY = 64
 
 
 @dataclass(frozen=True)
@@ -176,16 +186,18 @@ class ReplicatedState:
     """Tensors with equal replicas on all ranks, as the ranks have agreed.
 
     Attributes:
-        facts: Names, types and shapes for which this holds.
+        facts: Name -> type and shape, of all tensors that were compared.
         layouts: Tensor -> how its bytes are shared out.
         regions: Of this rank: all of each of those tensors.
         entries: Manifest entry of each.
+        sampled: Those of which each state has samples, in one order on all ranks.
     """
 
-    facts: Any
+    facts: dict[str, Any]
     layouts: Mapping[str, Layout]
     regions: tuple[Region, ...]
     entries: dict[str, TensorEntry]
+    sampled: tuple[str, ...]
 
     def share(self, owner: int) -> tuple[Region, ...]:
         """Return the regions of these tensors that a rank stores."""
@@ -237,6 +249,7 @@ class StepHistory:
 
     def record(self, cursor: Cursor) -> None:
         """Record the state at a window's beginning, on all ranks. Collective as `capture` is."""
+        self.progress += 1  # also where nothing is recorded
         if self.why_off or not self._wait_until_safe():
             return None
         if self._device_copier.is_replayed:
@@ -263,7 +276,6 @@ class StepHistory:
         moment.gradients = None if self._drops_gradients or gradients.are_none else gradients
         with self._lock:
             self._states = [*self._states[-1:], moment]
-            self.progress += 1
         if self._small is not None:
             self._small.send(moment)
         if moment.overlapped is not None:
@@ -311,14 +323,24 @@ class StepHistory:
             self._turn_off("the state is sharded; the newest replicated snapshot will stand")
             return None
         self._number += 1
-        stepped = (
-            only_stepped(captured, self._registry, (self._device_copier.kind,)) - self._excluded
-        )
-        replicated = self._find_replicated(captured, stepped)
+        by_steps = only_stepped(captured, self._registry, (self._device_copier.kind,))
+        facts = self._facts(captured)
+        replicated = self._find_replicated(captured, by_steps, facts)
+        stepped = by_steps - self._excluded
+        if any(facts.get(n) != replicated.facts[n] for n in replicated.layouts):
+            # This rank lacks what others share out: nothing can be saved of this state.
+            moment = StepState(cursor, {}, None, small_file(captured, (), self._rank, self._world))
+            moment.live, moment.asks = False, True
+            return moment
         moment = StepState(
             cursor,
             replicated.entries,
+            replicated.share,
             small_file(captured, replicated.layouts, self._rank, self._world),
+        )
+        moment.asks = facts != replicated.facts
+        moment.sample = tensor_digests.sample(
+            [captured.tensors[name] for name in replicated.sampled], self._number
         )
         whole = {name: captured.tensors[name] for name in replicated.layouts}
         live = {name: tensor for name, tensor in whole.items() if name in stepped}
@@ -344,29 +366,47 @@ class StepHistory:
             self._shares = alike, list(shares.values())
         return self._shares[1]
 
-    def _find_replicated(self, captured: Captured, stepped: set[str]) -> ReplicatedState:
-        """Compare on all ranks, whenever the tensors differ from before, and once in a while."""
+    def _facts(self, captured: Captured) -> dict[str, Any]:
+        """Return type and shape of each tensor whose replicas may be equal; drop other groups."""
         groups = {f"{model.name} parameters" for model in self._registry.models}
         groups |= {optimizer.name for optimizer in self._registry.optimizers}
         captured.groups = {n: g for n, g in captured.groups.items() if g in groups}
-        facts = [(n, captured.tensors[n].dtype, captured.tensors[n].shape) for n in captured.groups]
-        known = self.replicated is not None and self.replicated.facts == facts
-        if not known or self._number % COMPARED_EVERY == 0:
-            sampled = stepped if known else ()
+        tensors = captured.tensors
+        return {n: (tensors[n].dtype, tensors[n].shape) for n in captured.groups}
+
+    @property
+    def _is_compared(self) -> bool:
+        """True if this state is compared on all ranks: they decide alike, or wait for ever."""
+        number = self._number
+        is_early = number < COMPARED_EVERY and number & (number - 1) == 0
+        is_asked = self._small is not None and any(moment.is_asked for moment in self._states)
+        return is_early or is_asked or number % COMPARED_EVERY == 0
+
+    def _find_replicated(
+        self, captured: Captured, stepped: set[str], facts: dict[str, Any]
+    ) -> ReplicatedState:
+        """Compare on all ranks, if this state is to be; else return the last comparison."""
+        if self._is_compared:
+            before = self.replicated.layouts if self.replicated is not None else {}
             mine = tensor_digests.group_digests(
-                captured, self._rank, self._world, sampled=sampled, number=self._number
+                captured,
+                self._rank,
+                self._world,
+                sampled=stepped & before.keys(),  # others may have differed in any byte
+                number=self._number,
             )
             key = f"moments/{self._number}"
             equal = self._channel.fold(key, mine, equal_groups, RANKS_TIMEOUT_S)
             if self._compared:  # all have sent their part of this comparison, so read the last one
-                before = f"moments/{self._compared}"
-                others = self._channel.fold_keys(before) if self._rank == 0 else []
-                self._channel.forget([f"{before}/{self._rank}", *others])
+                last = f"moments/{self._compared}"
+                others = self._channel.fold_keys(last) if self._rank == 0 else []
+                self._channel.forget([f"{last}/{self._rank}", *others])
             self._compared = self._number
             layouts = tensor_digests.split_layouts(captured, set(equal), self._world)
             regions = tuple(r for r in staging.regions_of(captured, layouts) if r.tensor in layouts)
             entries = {r.tensor: TensorEntry(r.dtype, r.of, layouts[r.tensor]) for r in regions}
-            self.replicated = ReplicatedState(facts, layouts, regions, entries)
+            flat = (n for n in sorted(layouts) if tensor_digests.is_flat(captured.tensors[n]))
+            self.replicated = ReplicatedState(facts, layouts, regions, entries, tuple(flat))
         assert self.replicated is not None
         return self.replicated
 
@@ -374,12 +414,12 @@ class StepHistory:
         """Run on the training thread, before any optimizer of this process steps."""
         if self._device_copier.is_recording():  # no step yet; the next `note` turns this off
             return
+        self.progress += 1
         if self.why_off or not self.is_live or not self._wait_until_safe():
             return
         with self._lock:
             for moment in self._states:
                 moment.live = moment.live and self._frozen
-            self.progress += 1
         self._block_while_frozen()
 
     def _wait_until_safe(self) -> bool:
