@@ -26,8 +26,8 @@ SLOW_FROM, SLOW_STEP_S = 30, 0.5
 def train(place, until, marks):
     """Leaves marks/<rank>/<step> at each step: what there was, and what was known to be kept.
 
-    With TEST_DIES=RANK,STEP that rank dies behind the boundary of that step, with TEST_OWN_BYTES of
-    its own on the way to its partner.
+    With TEST_DIES=RANK,STEP,AT that rank dies at the boundary of that step, with TEST_OWN_BYTES of
+    its own on the way to its partner, or at the step itself.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
@@ -45,14 +45,20 @@ def train(place, until, marks):
     with Checkpointer(place, model=wrapped, optimizer=optimizer) as ckpt:
         note(folder, "began", ckpt, model, optimizer)
         while ckpt.cursor.step < until and ckpt.boundary():
-            if os.environ.get("TEST_DIES") == f"{rank},{ckpt.cursor.step}":
-                os.kill(os.getpid(), signal.SIGKILL)
+            die_at(rank, ckpt.cursor.step, "boundary")
             pace(ckpt.cursor.step)
             wrapped(torch.randn(4, 64)).square().mean().backward()
+            die_at(rank, ckpt.cursor.step, "step")
             optimizer.step()
             optimizer.zero_grad()
             note(folder, str(ckpt.cursor.step), ckpt, model, optimizer)
     torch.distributed.destroy_process_group()
+
+
+def die_at(rank, step, at):
+    """Die, if this is the moment that TEST_DIES names."""
+    if os.environ.get("TEST_DIES") == f"{rank},{step},{at}":
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train_on_data(place, epochs, marks):

@@ -7,7 +7,17 @@ import pytest
 from tests.faults import replicated_training
 from tests.faults.farm import farm, why_not
 from tests.faults.lost_hosts import noted
-from tests.faults.survivors import EXACT, LEFT, MARKED, SIZE, WENT_ON, Case, play, straight
+from tests.faults.survivors import (
+    EXACT,
+    LEFT,
+    MARKED,
+    SIZE,
+    WENT_ON,
+    Case,
+    last_step,
+    play,
+    straight,
+)
 from tests.long_cases import long
 from trainckpt.stop.survivor_setup import says_that_a_rank_is_gone
 
@@ -46,11 +56,15 @@ def test_with_partners_one_step_is_lost_at_most_and_the_run_goes_on_to_the_bit(
     assert ("snapshots are encrypted to" in found.log) == case.sealed
 
 
-@pytest.mark.parametrize("step", [1, *long(63)], ids=["first step", "comparison of replicas"])
-def test_a_rank_that_dies_before_its_partner_has_its_newest_state_costs_one_step(
-    four, tmp_path, step
-):
-    """Also where the ranks have just compared anew which tensors they share."""
+@pytest.mark.parametrize(
+    ("rank", "step", "at"),
+    [
+        (2, 1, "boundary"),  # optimizers have made tensors: the ranks compare anew which they share
+        (0, 6, "step"),  # the store dies with its rank, and no comparison comes to an end
+        *long((2, 63, "boundary"), (0, 62, "step")),  # the comparison after many steps
+    ],
+)
+def test_a_death_around_a_comparison_of_replicas_costs_one_step(four, tmp_path, rank, step, at):
     log, of_both = tmp_path / "log", {"TRAINCKPT_EVERY": "never", "TEST_OWN_BYTES": 1 << 22}
     four.start(
         range(SIZE),
@@ -61,26 +75,27 @@ def test_a_rank_that_dies_before_its_partner_has_its_newest_state_costs_one_step
         log=log,
         TRAINCKPT_SURVIVORS="8 s",
         TRAINCKPT_REDUNDANCY="partner",
-        TEST_DIES=f"2,{step}",
+        TEST_DIES=f"{rank},{step},{at}",
         **of_both,
     )
     assert all(code not in (0, None) for code in four.ends()), log.read_text()
+    before = noted(tmp_path / "marks")
+    done = last_step(before)
     four.start(
         range(SIZE),
         replicated_training.train,
         tmp_path / "run",
-        step + 1,
+        done + 1,
         tmp_path / "again",
         log=log,
         **of_both,
     )
     assert four.ends() == [0] * SIZE, log.read_text()
     assert EXACT in log.read_text()
-    before, after = noted(tmp_path / "marks"), noted(tmp_path / "again")
-    for rank in range(SIZE):
-        assert step - 1 <= after[rank]["began"]["step"] <= step
-        again = after[rank].get(str(step), after[rank]["began"])
-        assert again["state"] == before[rank][str(step)]["state"]
+    for facts, again in zip(before.values(), noted(tmp_path / "again").values(), strict=True):
+        assert done - 1 <= again["began"]["step"] <= done
+        both = again.keys() & facts.keys() - {"began"}
+        assert all(again[step]["state"] == facts[step]["state"] for step in both)
 
 
 def test_without_partners_it_is_marked_and_every_sample_is_seen_once(four, expected, tmp_path):

@@ -115,13 +115,13 @@ def is_flat(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.is_contiguous() and tensor.nbytes > 0
 
 
-def sample(tensors: Sequence[torch.Tensor], number: int) -> str:
-    """Return a digest of a few bytes of a few tensors, in turn by `number`.
+def sample(tensors: Sequence[torch.Tensor], number: int, known: str = "") -> str:
+    """Return a digest of a few bytes of a few tensors, in turn by `number`, and of `known`.
 
     It costs next to nothing, and shows replicas that drift apart as a whole. The bytes are of the
     first page, which every comparison of `group_digests` includes.
     """
-    state, count = xxhash.xxh3_128(), min(SAMPLED_TENSORS, len(tensors))
+    state, count = xxhash.xxh3_128(known.encode()), min(SAMPLED_TENSORS, len(tensors))
     chosen = [tensors[(number * count + n) % len(tensors)] for n in range(count)]
     for tensor in chosen:
         flat = tensor.detach().reshape(-1).view(torch.uint8)

@@ -14,7 +14,7 @@ from trainckpt.ranks.store import RANKS_TIMEOUT_S
 from trainckpt.replicate.replicator import domains_of
 from trainckpt.snapshot.redundancy import NOTHING, PARTNER, RedundancySpec, make_plan
 from trainckpt.survivors.failure_detector import FailureDetector
-from trainckpt.survivors.step_history import PartnerStateExchange, StepHistory
+from trainckpt.survivors.step_history import HOLD_S, PartnerStateExchange, StepHistory
 from trainckpt.survivors.survivor_save import WITHIN_S, SurvivorSave
 
 if TYPE_CHECKING:
@@ -126,7 +126,8 @@ def set_up(
     small = None
     if keeps:
         small = PartnerStateExchange(channel, _partners(options, channel, hosts))
-    moments = StepHistory(registry, channel, small, saver.arenas.copy_threads)
+    hold_s = max(HOLD_S, 2 * after_s)
+    moments = StepHistory(registry, channel, small, saver.arenas.copy_threads, hold_s=hold_s)
     survivors = SurvivorSave(
         tier=tier,
         rank=channel.world.rank,

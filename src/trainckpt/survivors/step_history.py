@@ -174,7 +174,7 @@ def _wait_all(begun: list[tuple[Exchange, list[tuple[object, object]]]]) -> None
 # ---- the step history
 
 
-HOLD_S = 60.0  # a step waits so long for the others
+HOLD_S = 60.0  # a step waits so long for the others, and longer than it takes to miss a dead rank
 PROVED_FIRST, PROVED_EVERY = 2, 64  # states whose copies are compared with live tensors
 # States after which replicas are compared again, by samples; sooner among the first ones, and
 # where a rank asks for it.
@@ -221,6 +221,7 @@ class StepHistory:
         num_threads: int = 1,
         *,
         device_copier: DeviceCopier | None = None,
+        hold_s: float = HOLD_S,
     ) -> None:
         """Hook every optimizer's step.
 
@@ -230,9 +231,12 @@ class StepHistory:
             small: Passes each rank's own state to its partner; None: there are no partners.
             num_threads: That copy beside training.
             device_copier: Copies from a GPU; no other part of the attempt uses it.
+            hold_s: Seconds a step waits for the others.
         """
         self.replicated: ReplicatedState | None = None
         self.progress, self.why_off = 0, ""
+        self._failure = ""  # why the newest state was not recorded, or not compared
+        self._hold_s = hold_s
         self._registry, self._channel, self._small = registry, channel, small
         self._num_threads = num_threads
         self._world, self._rank = channel.world.size, channel.world.rank
@@ -250,6 +254,8 @@ class StepHistory:
     def record(self, cursor: Cursor) -> None:
         """Record the state at a window's beginning, on all ranks. Collective as `capture` is."""
         self.progress += 1  # also where nothing is recorded
+        if self._failure and not self.why_off:  # another step was taken: no rank has died
+            self._turn_off(self._failure)
         if self.why_off or not self._wait_until_safe():
             return None
         if self._device_copier.is_replayed:
@@ -260,13 +266,12 @@ class StepHistory:
                 if not self._frozen:
                     self._states = self._states[-1:]
                     break
+        moment = None
         try:
             with self._registry.unchanged():
                 moment = self._capture_state(cursor)
-        except NoAgreement as error:
-            return self._turn_off(error.message)
         except Exception as error:  # noqa: BLE001 - training goes on without
-            return self._turn_off(repr(error))
+            self._failure = getattr(error, "message", repr(error))
         if moment is None:
             return None
         gradients, before = Gradients(self._registry), self._states[-1] if self._states else None
@@ -340,7 +345,9 @@ class StepHistory:
         )
         moment.asks = facts != replicated.facts
         moment.sample = tensor_digests.sample(
-            [captured.tensors[name] for name in replicated.sampled], self._number
+            [captured.tensors[name] for name in replicated.sampled],
+            self._number,
+            f"compared at {self._compared}",
         )
         whole = {name: captured.tensors[name] for name in replicated.layouts}
         live = {name: tensor for name, tensor in whole.items() if name in stepped}
@@ -396,7 +403,15 @@ class StepHistory:
                 number=self._number,
             )
             key = f"moments/{self._number}"
-            equal = self._channel.fold(key, mine, equal_groups, RANKS_TIMEOUT_S)
+            try:
+                equal = self._channel.fold(key, mine, equal_groups, RANKS_TIMEOUT_S)
+            except NoAgreement as error:
+                if self.replicated is None:
+                    raise
+                # The store may have died with its rank. The others still hold this state as the
+                # last comparison shares it out; a rank that knows a newer one has other samples.
+                self._failure = error.message
+                return self.replicated
             if self._compared:  # all have sent their part of this comparison, so read the last one
                 last = f"moments/{self._compared}"
                 others = self._channel.fold_keys(last) if self._rank == 0 else []
@@ -425,7 +440,7 @@ class StepHistory:
     def _wait_until_safe(self) -> bool:
         """Return when all ranks hold the newest state, so that the one before may go."""
         for moment in self._states[-1:]:
-            if self._small is not None and not moment.safe.wait(HOLD_S):
+            if self._small is not None and not moment.safe.wait(self._hold_s):
                 self._turn_off("another rank's state did not reach its partner")
                 return False
             self._block_while_frozen()
