@@ -14,12 +14,12 @@ from trainckpt.attempt.live_status import (
     MOST_ITEMS,
     LiveStatus,
     NextSave,
-    NotSaved,
     SavingNow,
     StopNow,
     UploadNow,
     parse_live_status,
 )
+from trainckpt.format.save_history import NotKept
 
 WHOLE = LiveStatus(
     written=1795232795.5,
@@ -31,7 +31,7 @@ WHOLE = LiveStatus(
     next_saves=(NextSave(at_step=20), NextSave(in_s=3.5, in_memory=True)),
     skipped=1,
     failed=2,
-    not_saved=(NotSaved(snapshot="s4~1.1", how="failed", reason="disk full", when=5.0),),
+    not_saved=(NotKept(snapshot="s4~1.1", how="failed", reason="disk full", when=5.0),),
     uploads=(UploadNow(tier="s3", snapshot="s8~1.2", num_bytes=10, copied_bytes=4, waiting=1),),
     in_memory="s8~1.2",
     replicates=True,

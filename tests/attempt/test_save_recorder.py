@@ -55,6 +55,28 @@ def test_a_copy_that_fails_again_and_again_is_one_entry_and_every_try_counts():
     assert recorder.to_json() == {}
 
 
+def test_copies_to_two_tiers_that_fail_in_turns_are_two_entries():
+    recorder = SaveRecorder()
+    recorder.note_not_kept("s1~1.1", "skipped", "too soon")
+    for _ in range(30):
+        recorder.note_not_kept("s2~1.2", "not copied", "down", "s3")
+        recorder.note_not_kept("s2~1.2", "not copied", "down\nas well", "gcs")
+    history = parse_history(recorder.to_json())
+    assert (history.skipped, history.not_copied) == (1, 60)
+    assert [each.tier for each in history.not_kept] == ["", "s3", "gcs"]
+    assert history.not_kept[-1].reason == "down as well"
+
+
+def test_after_a_restore_from_a_dump_copies_of_the_attempt_before_are_left_out():
+    recorder = SaveRecorder()
+    committed(recorder, 1)
+    recorder.begin_anew()
+    recorder.note_commit(SaveRow(snapshot="s3~2.1", at=1e9), time.monotonic())
+    recorder.note_arrival("s1~1.1", "s3")
+    (row,) = parse_history(recorder.to_json()).rows
+    assert (row.snapshot, row.copies) == ("s3~2.1", {})
+
+
 def test_real_saves_are_in_the_record_with_their_stages_sizes_and_failures(tmp_path):
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)

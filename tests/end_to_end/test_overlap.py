@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,9 +15,12 @@ from tests.end_to_end.overlapped import WIDTH, WORDS, Loop, Model, adam, as_save
 from tests.state.slow_device import SlowDevice
 from trainckpt import Checkpointer
 from trainckpt.attempt.status_files import SUPERVISOR_VARIABLE
+from trainckpt.format.attempt_times import TIMES, AttemptTimes
+from trainckpt.format.save_history import SAVES, parse_history
 from trainckpt.save import coordinator, copying
 from trainckpt.save.copying import OVERLAP
 from trainckpt.snapshot import writer_client
+from trainckpt.snapshot.attempt_history import read_attempt
 from trainckpt.state import captured, device_copy, overlapped_copy
 from trainckpt.state.capture import capture
 from trainckpt.state.overlapped_copy import (
@@ -27,6 +31,7 @@ from trainckpt.state.overlapped_copy import (
 from trainckpt.state.registry import Registry
 from trainckpt.state.step_hooks import calls_hooks
 from trainckpt.state.zero_copy import AdoptedTensors
+from trainckpt.storage.local import LocalTier
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +74,23 @@ def test_every_step_of_every_optimizer_waits_for_the_copies(tmp_path, monkeypatc
     model = Model()
     loop = Loop(tmp_path, model, two(model))
     assert as_saved(tmp_path, loop, two) == 8
+
+
+def test_waits_of_steps_for_the_copies_are_waits_for_the_save(tmp_path, monkeypatch):
+    fence = OverlappedCopy.fence
+
+    def slow_fence(self, limit_s=None):
+        time.sleep(0.1)
+        return fence(self, limit_s)
+
+    monkeypatch.setattr(OverlappedCopy, "fence", slow_fence)
+    model = Model()
+    Loop(tmp_path, model, two(model))
+    facts = read_attempt(LocalTier(tmp_path), 1).facts
+    waited_s = AttemptTimes.parse(facts[TIMES]).save_s
+    rows = parse_history(facts[SAVES]).rows
+    assert waited_s > 0.4, "of four steps"
+    assert sum(row.stall_s or 0.0 for row in rows) > 0.7 * waited_s
 
 
 def test_what_a_device_copies_by_itself_is_waited_for_once_or_is_what_steps_come_behind(

@@ -46,6 +46,7 @@ def test_a_record_that_others_wrote_without_a_digest_is_read():
         b'{"attempt": -1, "state": "running"}',
         b"[" * 10**5,
         b'{"attempt": 1, "state": "running", "parent": 3}',
+        b'{"attempt": 1, "state": "ended", "outcome": {"seconds": 1%s}}' % (b"0" * 400),
     ],
 )
 def test_what_is_no_record_is_refused(data):

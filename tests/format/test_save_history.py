@@ -88,6 +88,16 @@ def test_a_long_history_is_short_counts_every_save_and_keeps_the_slowest():
     assert len(json.dumps(dump_history(history))) < 12_000
 
 
+def test_the_rows_of_a_thousand_attempts_are_thinned_evenly_and_lose_no_save():
+    rows = [row(number, count=1 + number % 3, local_s=float(number)) for number in range(100_000)]
+    saves = sum(each.count for each in rows)
+    thin(rows, 120)
+    assert 60 < len(rows) <= 120
+    assert sum(each.count for each in rows) == saves
+    assert max(each.local_s for each in rows) == 99_999.0
+    assert max(each.count for each in rows) <= 2.1 * saves / 120, "no long stretch has one row"
+
+
 @given(
     st.dictionaries(st.sampled_from([*dump_history(WHOLE), "else"]), anything),
     st.dictionaries(st.sampled_from([*dump_history(WHOLE)["rows"], "else"]), anything),

@@ -29,7 +29,13 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.attempt.time_keeper import times_left
 from trainckpt.errors import TrainckptError
 from trainckpt.format.attempt_record import UNDECIDED
-from trainckpt.format.attempt_times import NOTHING, TIMES, AttemptTimes, TrainedCount
+from trainckpt.format.attempt_times import (
+    NOTHING,
+    TIMES,
+    AttemptTimes,
+    TrainedCount,
+    seconds_of,
+)
 from trainckpt.format.dump import DumpName
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot import attempt_history
@@ -162,7 +168,7 @@ def account(
     until: float | None = None
     for number, later in zip(counted, [*counted[1:], None], strict=False):
         own = times.get(number) or durations[number]
-        claimed = None if later is None else _claimed(records[later])
+        claimed = None if later is None else seconds_of(records[later].facts.get("started"))
         ended = own.began + own.seconds
         if claimed is not None:
             ended = max(min(ended, claimed), own.began)
@@ -269,11 +275,6 @@ def _durations(records: Mapping[int, AttemptRecord]) -> dict[int, AttemptTimes]:
         if times is not None:
             found[number] = times
     return found
-
-
-def _claimed(record: AttemptRecord) -> float | None:
-    started = record.facts.get("started")
-    return float(started) if type(started) in (int, float) else None  # type: ignore[arg-type]
 
 
 def _kept(

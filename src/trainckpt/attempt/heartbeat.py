@@ -155,6 +155,12 @@ def key_of(attempt: int) -> str:
     return f"{names.ATTEMPTS}/{attempt}{SUFFIX}"
 
 
+def attempt_of(name: str) -> int | None:
+    """Return the attempt of a heartbeat's file name, or None for another file."""
+    number, suffix, rest = name.partition(SUFFIX)
+    return names.recorded_attempt(f"{number}.json") if suffix and not rest else None
+
+
 def path_of(tier: LocalTier, attempt: int) -> Path:
     """Return the path of an attempt's heartbeat."""
     return tier.root / key_of(attempt)

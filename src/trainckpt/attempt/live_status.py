@@ -6,16 +6,15 @@ content comes from another process, perhaps of another release.
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from trainckpt.format.attempt_times import LARGEST, TIMES, AttemptTimes
 from trainckpt.format.duration import MOST_S
+from trainckpt.format.save_history import LONGEST, NotKept
 
 T = TypeVar("T")
-LONGEST = 500  # characters of a reason
 MOST_ITEMS = 64
 
 # phase
@@ -67,23 +66,6 @@ class UploadNow:
     skipped: int = 0
     failed: int = 0
     trouble: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NotSaved:
-    """A save without a snapshot.
-
-    Attributes:
-        snapshot: Its full name.
-        how: "skipped" or "failed".
-        reason: The reason.
-        when: Seconds since the Unix epoch.
-    """
-
-    snapshot: str = ""
-    how: str = ""
-    reason: str = ""
-    when: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +124,7 @@ class LiveStatus:
     next_saves: tuple[NextSave, ...] = ()
     skipped: int = 0
     failed: int = 0
-    not_saved: tuple[NotSaved, ...] = ()
+    not_saved: tuple[NotKept, ...] = ()
     uploads: tuple[UploadNow, ...] = ()
     in_memory: str = ""
     replicated: str = ""
@@ -194,7 +176,7 @@ def _value(value: Any, kind: Any) -> tuple[Any, bool]:
     if arguments := get_args(kind):  # X | None
         return (None, True) if value is None else _value(value, arguments[0])
     if kind is float:
-        is_number = type(value) in (int, float) and math.isfinite(value) and 0 <= value <= MOST_S
+        is_number = type(value) in (int, float) and 0 <= value <= MOST_S
         return (float(value), True) if is_number else (None, False)
     if kind is int:
         return value, type(value) is int and 0 <= value < LARGEST

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import replace
 from typing import Any
 
 from trainckpt.format.names import SnapshotName
 from trainckpt.format.save_history import (
-    FAILED,
     LONGEST,
     MOST_NOT_SAVED,
-    NOT_COPIED,
-    SKIPPED,
     NotKept,
     SaveHistory,
     SaveRow,
@@ -30,7 +27,7 @@ from trainckpt.format.save_history import (
     merge,
     thin,
 )
-from trainckpt.storage.redact import redact_text
+from trainckpt.storage.redact import one_line
 
 REMEMBERED = 64  # saves that may still arrive in slower tiers
 
@@ -42,7 +39,7 @@ class SaveRecorder:
         self._lock = threading.Lock()
         self._rows: list[SaveRow] = []
         self._not_kept: deque[NotKept] = deque(maxlen=MOST_NOT_SAVED)
-        self._totals = SaveHistory()
+        self._totals: Counter[str] = Counter()  # of `TOTALS`
         self._begun: dict[str, float] = {}  # full name -> its boundary, on the monotonic clock
 
     def begin_anew(self) -> None:
@@ -50,7 +47,8 @@ class SaveRecorder:
         with self._lock:
             self._rows.clear()
             self._not_kept.clear()
-            self._totals = SaveHistory()
+            self._totals.clear()
+            self._begun.clear()  # what still arrives is of the attempt before
 
     def note_commit(self, row: SaveRow, begun_s: float) -> None:
         """Note a snapshot in the run directory.
@@ -62,20 +60,16 @@ class SaveRecorder:
         with self._lock:
             self._rows.append(row)
             thin(self._rows)
-            totals = self._totals
-            self._totals = replace(
-                totals,
-                committed=totals.committed + row.count,
-                num_bytes=totals.num_bytes + row.num_bytes,
-            )
+            self._totals["committed"] += row.count
+            self._totals["num_bytes"] += row.num_bytes
             self._begun[row.snapshot] = begun_s
-            while len(self._begun) > REMEMBERED:
+            if len(self._begun) > REMEMBERED:
                 del self._begun[next(iter(self._begun))]
 
     def note_kept_in_memory(self) -> None:
         """Note a snapshot that stays in the hosts' memory."""
         with self._lock:
-            self._totals = replace(self._totals, in_memory=self._totals.in_memory + 1)
+            self._totals["in_memory"] += 1
 
     def note_arrival(self, snapshot: str, tier: str) -> None:
         """Note that a snapshot has arrived in a tier; one of an earlier attempt is left out."""
@@ -92,22 +86,31 @@ class SaveRecorder:
                     return
 
     def note_not_kept(self, snapshot: str, how: str, reason: str, tier: str = "") -> None:
-        """Note a save without a snapshot, or a snapshot that did not reach `tier`."""
-        reason = redact_text(reason)[:LONGEST]
-        each = NotKept(snapshot=snapshot, how=how, reason=reason, when=time.time(), tier=tier)
-        counts = {SKIPPED: "skipped", FAILED: "failed", NOT_COPIED: "not_copied"}
+        """Note a save without a snapshot, or a snapshot that did not reach `tier`.
+
+        Of one that is tried again and again the last try is kept; every try counts.
+        """
+        lost = NotKept(
+            snapshot=snapshot,
+            how=how,
+            reason=one_line(reason, LONGEST),
+            when=time.time(),
+            tier=tier,
+        )
         with self._lock:
-            last = self._not_kept[-1] if self._not_kept else each
-            if (last.snapshot, last.how, last.tier) == (snapshot, how, tier) and self._not_kept:
-                self._not_kept.pop()  # it was tried again
-            self._not_kept.append(each)
-            total = getattr(self._totals, counts[how]) + 1
-            self._totals = replace(self._totals, **{counts[how]: total})
+            for earlier in list(self._not_kept):
+                if (earlier.snapshot, earlier.how, earlier.tier) == (snapshot, how, tier):
+                    self._not_kept.remove(earlier)
+            self._not_kept.append(lost)
+            self._totals[how.replace(" ", "_")] += 1
+
+    def history(self) -> SaveHistory:
+        """Return the history until now."""
+        with self._lock:
+            return SaveHistory(
+                rows=tuple(self._rows), not_kept=tuple(self._not_kept), **self._totals
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Return the value of `saves` for the record; empty: there was none."""
-        with self._lock:
-            if self._totals == SaveHistory():
-                return {}
-            history = replace(self._totals, rows=tuple(self._rows), not_kept=tuple(self._not_kept))
-        return dump_history(history)
+        return dump_history(self.history()) if self._totals else {}

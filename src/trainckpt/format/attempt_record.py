@@ -89,6 +89,9 @@ def _checked(outcome: dict[str, Any], what: str) -> dict[str, Any]:
     code = outcome.get("exit_code")
     if code is not None and not -(2**31) <= code < 2**31:
         raise UnusableSnapshot(f"{what}: {str(code)[:60]} is no exit code")
+    seconds = outcome.get("seconds")
+    if seconds is not None and not abs(seconds) < 2**63:
+        raise UnusableSnapshot(f"{what}: {str(seconds)[:60]} is no duration")
     return outcome
 
 

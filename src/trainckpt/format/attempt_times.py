@@ -103,17 +103,17 @@ class AttemptTimes:
         """
         if not isinstance(body, dict):
             return None
-        began, seconds = _number(body.get("began"), MOST_S), _number(body.get("seconds"), MOST_S)
+        began, seconds = seconds_of(body.get("began")), seconds_of(body.get("seconds"))
         if began is None or seconds is None:
             return None
-        trains_at = _number(body.get("trains_at"), seconds)
-        leaves_at = _number(body.get("leaves_at"), seconds)
+        trains_at = seconds_of(body.get("trains_at"), seconds)
+        leaves_at = seconds_of(body.get("leaves_at"), seconds)
         if leaves_at is not None:
             leaves_at = max(leaves_at, trains_at or 0.0)
         until_s = seconds if leaves_at is None else leaves_at
         spent_s = until_s - trains_at if trains_at is not None else 0.0
-        save_s = min(_number(body.get("save_s"), MOST_S) or 0.0, spent_s)
-        evaluation_s = min(_number(body.get("evaluation_s"), MOST_S) or 0.0, spent_s - save_s)
+        save_s = min(seconds_of(body.get("save_s")) or 0.0, spent_s)
+        evaluation_s = min(seconds_of(body.get("evaluation_s")) or 0.0, spent_s - save_s)
         before_s = seconds if trains_at is None else trains_at
         begun, reached = _trained(body.get("begun")), _trained(body.get("reached"))
         return cls(
@@ -121,10 +121,10 @@ class AttemptTimes:
             seconds=seconds,
             trains_at=trains_at,
             leaves_at=leaves_at,
-            restore_s=min(_number(body.get("restore_s"), MOST_S) or 0.0, before_s),
+            restore_s=min(seconds_of(body.get("restore_s")) or 0.0, before_s),
             restored_bytes=_bytes_by_tier(body.get("restored_bytes")),
             save_s=save_s,
-            saves=_count(body.get("saves")),
+            saves=count_of(body.get("saves")),
             evaluation_s=evaluation_s,
             begun=begun,
             reached=TrainedCount(
@@ -140,31 +140,35 @@ def _rounded(value: Any) -> Any:
     return {k: _rounded(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def _number(value: object, most: float) -> float | None:
-    """Return a number from 0 to `most`, cut to it; None for anything else."""
-    if type(value) not in (int, float) or not math.isfinite(value) or value < 0:  # type: ignore[arg-type,operator]
+def seconds_of(value: object, most: float = MOST_S) -> float | None:
+    """Return seconds from 0 to `most`, cut to it; None for anything else.
+
+    It is compared before it is converted: JSON has integers that no float can hold.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         return None
-    return min(float(value), most)  # type: ignore[arg-type]
+    return float(min(value, most))
 
 
-def _count(value: object) -> int:
+def count_of(value: object) -> int:
+    """Return a count that JSON keeps exact; 0 for anything else."""
     return value if type(value) is int and 0 <= value < LARGEST else 0
 
 
 def _trained(value: object) -> TrainedCount:
     if not isinstance(value, dict):
         return TrainedCount()
-    return TrainedCount(_count(value.get("micro_batches")), _count(value.get("steps")))
+    return TrainedCount(count_of(value.get("micro_batches")), count_of(value.get("steps")))
 
 
 def _bytes_by_tier(value: object) -> dict[str, int]:
     if not isinstance(value, dict):
         return {}
-    return {str(name)[:NAME_LENGTH]: _count(number) for name, number in value.items()}
+    return {str(name)[:NAME_LENGTH]: count_of(num_bytes) for name, num_bytes in value.items()}
 
 
 def _commit(value: object) -> CommitMark | None:
     if not isinstance(value, dict):
         return None
-    training_s = _number(value.get("training_s"), MOST_S)
+    training_s = seconds_of(value.get("training_s"))
     return None if training_s is None else CommitMark(_trained(value.get("at")), training_s)

@@ -11,12 +11,11 @@ records may be written by other releases or by hand.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.format.attempt_times import LARGEST, NAME_LENGTH
+from trainckpt.format.attempt_times import NAME_LENGTH, count_of
 from trainckpt.format.duration import MOST_S
 from trainckpt.format.names import SnapshotName
 
@@ -40,7 +39,7 @@ class SaveRow:
         snapshot: Full name, of the newest.
         at: Its boundary, in seconds since the Unix epoch.
         count: Saves in this row. The rest are the slowest and largest of them.
-        stall_s: Training waited so long; None: unknown.
+        stall_s: Training waited so long, for the save before as well; None: unknown.
         memory_s: From the boundary until all was in shared memory; None: it was not.
         local_s: From the boundary to the commit in the run directory.
         copies: Tier -> seconds from the boundary until the snapshot was there.
@@ -69,8 +68,8 @@ class NotKept:
         when: Seconds since the Unix epoch.
     """
 
-    snapshot: str
-    how: str
+    snapshot: str = ""
+    how: str = ""
     reason: str = ""
     when: float = 0.0
     tier: str = ""
@@ -97,7 +96,7 @@ class SaveHistory:
     num_bytes: int = 0
 
 
-_TOTALS = ("committed", "in_memory", "skipped", "failed", "not_copied", "num_bytes")
+TOTALS = ("committed", "in_memory", "skipped", "failed", "not_copied", "num_bytes")
 _STAGES = ("stall_s", "memory_s", "local_s")
 _SIZES = ("num_bytes", "reached_bytes")
 
@@ -122,7 +121,20 @@ def merge(earlier: SaveRow, later: SaveRow) -> SaveRow:
 
 
 def thin(rows: list[SaveRow], most: int = MOST_ROWS) -> None:
-    """Merge neighbours, the shortest stretch first, until at most `most` rows are left."""
+    """Merge neighbours, the shortest stretch first, until at most `most` rows are left.
+
+    Each of these merges looks at all pairs. So many rows are packed first, in one pass, into
+    stretches of at most an equal share of the saves.
+    """
+    if len(rows) > 2 * most:
+        share = sum(row.count for row in rows) / most
+        packed = rows[:1]
+        for row in rows[1:]:
+            if packed[-1].count + row.count <= share:
+                packed[-1] = merge(packed[-1], row)
+            else:
+                packed.append(row)
+        rows[:] = packed
     while len(rows) > most:
         counts = [one.count + other.count for one, other in pairwise(rows)]
         at = counts.index(min(counts))
@@ -130,20 +142,20 @@ def thin(rows: list[SaveRow], most: int = MOST_ROWS) -> None:
 
 
 def dump_history(history: SaveHistory) -> dict[str, Any]:
-    """Return the value for the record, rounded to milliseconds."""
+    """Return the value for the record, rounded to 0.1 ms."""
     rows = history.rows
-    body: dict[str, Any] = {name: getattr(history, name) for name in _TOTALS}
+    body: dict[str, Any] = {name: getattr(history, name) for name in TOTALS}
     columns: dict[str, Any] = {
         "snapshot": [row.snapshot for row in rows],
         "at": [round(row.at, 3) for row in rows],
         "count": [row.count for row in rows],
     }
     for name in _STAGES:
-        columns[name] = [_milli(getattr(row, name)) for row in rows]
+        columns[name] = [_rounded(getattr(row, name)) for row in rows]
     for name in _SIZES:
         columns[name] = [getattr(row, name) for row in rows]
     tiers = sorted({tier for row in rows for tier in row.copies})
-    columns["copies"] = {tier: [_milli(row.copies.get(tier)) for row in rows] for tier in tiers}
+    columns["copies"] = {tier: [_rounded(row.copies.get(tier)) for row in rows] for tier in tiers}
     body["rows"] = columns
     body["not_kept"] = [
         [each.snapshot, each.how, each.tier, each.reason, round(each.when, 3)]
@@ -163,7 +175,7 @@ def parse_history(body: object) -> SaveHistory | None:
     return SaveHistory(
         rows=_rows(columns) if isinstance(columns, dict) else (),
         not_kept=_parse_not_kept(not_kept if isinstance(not_kept, list) else []),
-        **{name: _count(body.get(name)) for name in _TOTALS},
+        **{name: count_of(body.get(name)) for name in TOTALS},
     )
 
 
@@ -190,13 +202,13 @@ def _rows(columns: dict[str, Any]) -> tuple[SaveRow, ...]:
             SaveRow(
                 snapshot=snapshot,
                 at=when,
-                count=max(_count(counts[index]), 1),
+                count=max(count_of(counts[index]), 1),
                 copies={tier: took_s for tier, took_s in arrived.items() if took_s is not None},
                 stall_s=_seconds(stages["stall_s"][index]),
                 memory_s=_seconds(stages["memory_s"][index]),
                 local_s=_seconds(stages["local_s"][index]),
-                num_bytes=_count(sizes["num_bytes"][index]),
-                reached_bytes=_count(sizes["reached_bytes"][index]),
+                num_bytes=count_of(sizes["num_bytes"][index]),
+                reached_bytes=count_of(sizes["reached_bytes"][index]),
             )
         )
     return tuple(sorted(rows, key=lambda row: row.at))
@@ -233,16 +245,12 @@ def _slower(one_s: float | None, other_s: float | None) -> float | None:
     return max(known, default=None)
 
 
-def _milli(seconds: float | None) -> float | None:
+def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 4)
 
 
 def _seconds(value: object) -> float | None:
     """Return a number of seconds that can be; None for anything else."""
-    if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value <= MOST_S:  # type: ignore[arg-type,operator]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST_S:
         return None
-    return float(value)  # type: ignore[arg-type]
-
-
-def _count(value: object) -> int:
-    return value if type(value) is int and 0 <= value < LARGEST else 0
+    return float(value)

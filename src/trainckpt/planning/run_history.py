@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from trainckpt.attempt.goodput import BEFORE, GAP, PREPARATION, account
 from trainckpt.errors import ConfigurationError
 from trainckpt.format.attempt_record import FINISHED, STOPPED
-from trainckpt.format.attempt_times import TIMES, AttemptTimes
+from trainckpt.format.attempt_times import TIMES, AttemptTimes, count_of
 from trainckpt.run_directory.tier_config import TIERS
+from trainckpt.storage.redact import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -89,7 +90,8 @@ def measure(
     times = _times(records)
     saves = sum(each.saves for each in times.values())
     steps = sum(each.reached.steps - each.begun.steps for each in times.values())
-    if not saves or not steps:
+    training_s = sum(each.training_s for each in times.values())
+    if not saves or not steps or not training_s:
         raise ConfigurationError(
             "no attempt of this run has measured a save yet",
             hint="train on until some were taken, or describe the job: --gpus N --state-gb GB",
@@ -98,7 +100,6 @@ def measure(
     last = records[max(records)]
     if last.outcome is not None and _has_failed(last):
         failed.append(max(records))
-    training_s = sum(each.training_s for each in times.values())
     stall_s = sum(each.save_s for each in times.values())
     alive_s = sum(each.seconds for each in times.values())
     if mtbf_s is None and len(failed) >= ENOUGH_FAILURES:
@@ -106,9 +107,8 @@ def measure(
     elif mtbf_s is None:
         mtbf_s = (PRIOR_S + alive_s) / (1 + len(failed))
     restores_s = [each.restore_s for each in times.values() if each.begun.micro_batches]
-    world = last.facts.get("world")
     return MeasuredRun(
-        world=world if type(world) is int and world > 0 else 1,
+        world=count_of(last.facts.get("world")) or 1,
         step_s=training_s / steps,
         saves=saves,
         stall_s=stall_s / saves,
@@ -157,4 +157,4 @@ def _slower_tiers(record: AttemptRecord) -> tuple[str, ...]:
         if isinstance(facts, list)
         else []
     )
-    return tuple(name for name in names if isinstance(name, str) and name != "local")
+    return tuple(one_line(name) for name in names if isinstance(name, str) and name != "local")

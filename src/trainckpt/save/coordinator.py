@@ -18,12 +18,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainckpt.attempt.live_status import LONGEST, NotSaved, SavingNow
+from trainckpt.attempt.live_status import SavingNow
 from trainckpt.attempt.log import logger
 from trainckpt.attempt.save_handle import (
     COMMITTED,
@@ -75,7 +75,6 @@ if TYPE_CHECKING:
     from trainckpt.storage.base import Tier
 
 NEARLY_S, PATIENCE_S = 1.0, 10.0  # a save expected this soon is waited for so long, once
-REMEMBERED = 5  # saves without a snapshot
 REPORT_EVERY_S = 60.0  # saves closer together than this are logged at debug level
 HOLD_S = 60.0  # a step waits so long until other hosts hold the state before it
 # The interpreter runs one thread for 5 ms while others wait: the saving thread lets the training
@@ -109,7 +108,7 @@ class _SaveInFlight:
     file_bytes: int  # of this rank's file
     in_memory: bool  # kept in the hosts' memory, and written nowhere else
     is_final: bool  # the attempt ends with it
-    stall_s: float | None = None  # training waited so long
+    stall_s: float | None = None  # training waited so long, also for the save before
     memory_s: float | None = None  # from its beginning until shared memory held all
 
 
@@ -125,7 +124,7 @@ class SaveCoordinator:
         failures: Saves that failed since the last one that committed.
         created: When the newest committed snapshot was taken, by the wall clock; None: none was.
         written_bytes: Rank 0: bytes of all files committed in the run directory.
-        not_saved: The last of both, with the reasons.
+        saves: What became of them all.
         sequence: Number of the last save that was begun.
         references: Regions of this rank that need not be written.
         uploads: Uploads committed snapshots to slower tiers.
@@ -165,7 +164,6 @@ class SaveCoordinator:
         self.skipped = self.failed = self.failures = self.written_bytes = 0
         self.failed_by_kind = Counter[str]()
         self.created: float | None = None
-        self.not_saved: deque[NotSaved] = deque(maxlen=REMEMBERED)
         self.arenas = arenas
         self.uploads, self.replication = uploads, replication
         self._blocks_step = blocks_step
@@ -174,7 +172,7 @@ class SaveCoordinator:
             registry,
             prepare=self._prepare,
             before_step=self._before_step,
-            on_wait=timings.record_wait,
+            on_wait=self._record_wait,
             num_threads=arenas.copy_threads,
             device_copier=arenas.device_copier,
         )
@@ -190,7 +188,7 @@ class SaveCoordinator:
             encryption=encryption,
             room=self.replication.reserve,
         )
-        self._is_encrypted, self._saves = encryption is not None, record_writer.saves
+        self._is_encrypted, self.saves = encryption is not None, record_writer.saves
         self._tracked_names, self._stale_models = (
             TrackedNamesCheck(registry),
             StaleModelCheck(registry),
@@ -244,6 +242,7 @@ class SaveCoordinator:
                 that a caller may wait for is deferred instead.
             in_memory: Keep it in the hosts' memory, and write nothing to the run directory.
         """
+        asked_s = time.monotonic()
         behind = may_skip and self._is_behind(PATIENCE_S if handle.is_requested else NEARLY_S)
         if not behind:
             self.join()
@@ -308,8 +307,9 @@ class SaveCoordinator:
         self._thread.start()
         if isinstance(staged.shard, staging.StreamedShard) and not final:
             staged.shard.is_read.wait()  # no memory for a copy: the tensors must not change
-        save.stall_s = time.monotonic() - begun_s
-        self._timings.record_stall(save.stall_s)
+        now_s = time.monotonic()
+        save.stall_s = now_s - asked_s
+        self._timings.record_stall(now_s - begun_s)
         return handle
 
     def join(self, limit_s: float | None = None) -> None:
@@ -392,6 +392,12 @@ class SaveCoordinator:
             )
             time.sleep(HOLD_S)  # the supervisor or launcher ends this process meanwhile
 
+    def _record_wait(self, begun_s: float) -> None:
+        """Record that a step has waited for the copies of the save in flight."""
+        self._timings.record_wait(begun_s)
+        if self._save is not None and self._save.stall_s is not None:
+            self._save.stall_s += time.monotonic() - begun_s
+
     def _is_behind(self, max_wait_s: float) -> bool:
         """Return True if the save in flight will take a while.
 
@@ -409,7 +415,7 @@ class SaveCoordinator:
 
     def _skip(self, handle: SaveHandle, name: SnapshotName, why: str) -> None:
         self.skipped += 1
-        self._note(name, SKIPPED, why)
+        self.saves.note_not_kept(str(name), SKIPPED, why)
         handle.fail(SaveFailed(f"skipped: {why}"))
         if self._channel.world.rank == 0 and (self.skipped == 1 or self.skipped % 10 == 0):
             logger.warning(
@@ -505,7 +511,7 @@ class SaveCoordinator:
                     manifest.name, self._committer.manifest, shard, save.handle
                 )
                 self._cut_off = self.replication.is_cut_off
-                self._saves.note_kept_in_memory()
+                self.saves.note_kept_in_memory()
                 return
         except SaveFailed as error:
             self._record_failure(save.handle, manifest.name, error)
@@ -542,7 +548,7 @@ class SaveCoordinator:
                         str(error) or repr(error),
                     )
             if save.handle.why_not_replicated == "":
-                self._saves.note_arrival(str(manifest.name), PARTNER)
+                self.saves.note_arrival(str(manifest.name), PARTNER)
 
     def _record_stages(self, save: _SaveInFlight, event: CommitEvent) -> None:
         """Note a commit for the attempt's record, before the first subscriber writes that."""
@@ -557,7 +563,7 @@ class SaveCoordinator:
             num_bytes=event.whole.num_bytes,
             reached_bytes=event.whole.reached_bytes,
         )
-        self._saves.note_commit(row, save.begun_s)
+        self.saves.note_commit(row, save.begun_s)
 
     def _count_commit(self, event: CommitEvent) -> None:
         self.committed = (str(event.manifest.name), event.manifest.cursor)
@@ -573,12 +579,6 @@ class SaveCoordinator:
                 self._report_from_s, level = now_s + REPORT_EVERY_S, logging.INFO
             logger.log(level, "saved %s (%s)", event.manifest.name, event.manifest.reason)
         event.handle.reach(COMMITTED)
-
-    def _note(self, name: SnapshotName, how: str, reason: str) -> None:
-        self.not_saved.append(
-            NotSaved(snapshot=str(name), how=how, reason=reason[:LONGEST], when=time.time())
-        )
-        self._saves.note_not_kept(str(name), how, reason)
 
     def saving_now(self, now_s: float) -> SavingNow | None:
         """Return what is being written; None: nothing is. Any thread."""
@@ -609,7 +609,7 @@ class SaveCoordinator:
         self.failures += 1
         self.failed += 1
         self.failed_by_kind[error.kind] += 1
-        self._note(name, FAILED, error.message)
+        self.saves.note_not_kept(str(name), FAILED, error.message)
         next_step = f"; next: {error.hint}" if error.hint else ""
         if self.failures == 1:
             logger.warning("save %s failed, training goes on: %s%s", name, error.message, next_step)

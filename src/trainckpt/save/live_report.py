@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainckpt.format.names import SnapshotName
+from trainckpt.format.save_history import NOT_COPIED
 
 if TYPE_CHECKING:
     from trainckpt.attempt.live_status import LiveStatus
@@ -36,6 +37,7 @@ class LiveReport:
     def complete(self, status: LiveStatus) -> LiveStatus:
         """Return the status with what the saves do."""
         saver, now_s = self._saver, time.monotonic()
+        history = saver.saves.history()
         replicator = saver.replication.replicator
         replicates = replicator is not None and replicator.plan.num_losses > 0
         replicated = replicator.newest if replicates and replicator is not None else None
@@ -45,9 +47,9 @@ class LiveReport:
             window=self._position.window,
             saving=saver.saving_now(now_s),
             next_saves=self._schedule.next_saves(now_s),
-            skipped=saver.skipped,
-            failed=saver.failed,
-            not_saved=tuple(saver.not_saved),
+            skipped=history.skipped,
+            failed=history.failed,
+            not_saved=tuple(each for each in history.not_kept if each.how != NOT_COPIED),
             uploads=tuple(each.upload_now(now_s) for each in saver.uploads.uploaders),
             in_memory=_name_of(saver.arenas.newest),
             replicated=_name_of(replicated),
