@@ -16,13 +16,14 @@ T = 1_795_000_000.0
 STEP_S, SAVE_EVERY = 0.5, 20
 
 
-def record_run(folder, *, attempts=3, saves=10, last="finished", **facts):
+def record_run(folder, *, attempts=3, saves=10, last="finished", reason="out of memory", **facts):
     """Record a run whose attempts are killed, but for the last one; returns its folder.
 
     Args:
         folder: Where.
         attempts, saves: How many, and how many saves in each.
         last: Outcome of the last one.
+        reason: Why the others were killed.
         facts: Of each record.
     """
     tier = LocalTier(folder)
@@ -30,14 +31,16 @@ def record_run(folder, *, attempts=3, saves=10, last="finished", **facts):
     began, step, parent = T, 0, None
     for number in range(1, attempts + 1):
         outcome = "killed" if number < attempts else last
-        record, began, step = _attempt(number, outcome, began=began, step=step, saves=saves)
+        record, began, step = _attempt(
+            number, outcome, began=began, step=step, saves=saves, reason=reason
+        )
         record = replace(record, parent=parent, facts={**record.facts, **facts})
         assert tier.create(attempt_history.record_key(number), record.dump())
         parent = record.newest_commit
     return folder
 
 
-def _attempt(number, outcome, *, began, step, saves):
+def _attempt(number, outcome, *, began, step, saves, reason):
     recorder, rows = SaveRecorder(), []
     for index in range(1, saves + 1):
         rows.append(
@@ -70,7 +73,7 @@ def _attempt(number, outcome, *, began, step, saves):
     )
     body = {
         "outcome": outcome,
-        "reason": "out of memory" if outcome == "killed" else "final",
+        "reason": reason if outcome == "killed" else "final",
         "snapshot": rows[-1].snapshot if rows else None,
         "seconds": times.seconds,
         "exit_code": 137 if outcome == "killed" else 0,

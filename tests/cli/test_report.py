@@ -6,21 +6,32 @@ import io
 import json
 import os
 import signal
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
 
-from tests.cli.recorded_runs import record_run
+from tests.cli.recorded_runs import T, record_run
 from tests.cli.test_pause import living, wait_for
+from tests.format.test_attempt_times import anything
 from tests.s3_servers import BUCKET
 from trainckpt import Checkpointer
+from trainckpt.attempt import heartbeat
+from trainckpt.attempt.live_status import LiveStatus
 from trainckpt.cli import report as verb
 from trainckpt.cli.main import main
 from trainckpt.encryption import keys
-from trainckpt.inspect.run_report import read_report
+from trainckpt.format.attempt_times import AttemptTimes
+from trainckpt.format.save_history import NotKept
+from trainckpt.inspect.run_report import BEING_SAVED, read_report
 from trainckpt.inspect.run_status import read_status
 from trainckpt.snapshot import attempt_history
+from trainckpt.snapshot.catalog import NOT_COMMITTED
 from trainckpt.storage.local import LocalTier
 
 ESCAPE = "\x1b"
@@ -163,6 +174,106 @@ def test_what_a_run_says_of_itself_is_no_markup_no_secret_and_moves_no_cursor(tm
         assert "[red]" in text, "it is no markup"
         assert "abcdef" not in text
         assert ESCAPE not in text
+
+
+def test_saves_that_failed_since_the_last_commit_of_a_killed_attempt_are_told(tmp_path, capsys):
+    run = record_run(tmp_path / "run", attempts=2)
+    lost = [
+        NotKept(snapshot="s260~1.11", how="failed", reason="token=abcdef: disk full", when=T + 140),
+        NotKept(snapshot="s280~1.12", how="skipped", reason="too soon", when=T + 150),
+    ]
+    beat(run, 1, failed=41, skipped=1, not_saved=lost)
+    found = document(run, capsys)
+    assert [each["how"] for each in found["attempts"]] == ["killed", "finished"]
+    assert (found["saves"]["failed"], found["saves"]["skipped"]) == (41, 1)
+    told = [(each["name"], each["how"]) for each in found["troubles"] if each["what"] == "save"]
+    assert told == [("s260~1.11", "failed"), ("s280~1.12", "skipped")]
+    assert "abcdef" not in json.dumps(found)
+    assert "41 failed" in drawn(run, 120)
+
+
+def test_an_attempt_that_goes_on_beside_a_newer_one_is_alive_and_named(tmp_path, capsys):
+    run = record_run(tmp_path / "run", attempts=3)
+    forget_the_end(run, 2)
+    beat(run, 2, written=T + 1e6)
+    found = document(run, capsys)
+    assert [each["how"] for each in found["attempts"]] == ["killed", "alive", "finished"]
+    (told,) = [each for each in found["troubles"] if each["how"] == "goes on"]
+    assert (told["name"], told["when"]) == ("2", found["attempts"][1]["account"]["ended"])
+    for how in ({"age_s": 60, "written": T + 1e6}, {"written": T}):  # before the newer one began
+        beat(run, 2, **how)
+        assert [each["how"] for each in document(run, capsys)["attempts"]][1] == "dead"
+
+
+def test_a_save_under_way_is_no_interrupted_one(tmp_path, capsys):
+    run = record_run(tmp_path / "run", attempts=1)
+    forget_the_end(run, 1)
+    for name in ("s100~1.5", "s220~1.11"):
+        (run / "snapshots" / name).mkdir(parents=True)
+    beat(run, 1)
+    found = document(run, capsys)
+    assert [each["why_not"] for each in found["checkpoints"]] == [BEING_SAVED, NOT_COMMITTED]
+    assert [each["name"] for each in found["troubles"]] == ["s100~1.5"]
+    lost = NotKept(snapshot="s220~1.11", how="failed", reason="disk full", when=T + 140)
+    for how in ({"age_s": 60}, {"not_saved": [lost]}):
+        beat(run, 1, **how)
+        found = document(run, capsys)
+        assert [each["why_not"] for each in found["checkpoints"]] == [NOT_COMMITTED] * 2
+
+
+def forget_the_end(run, number):
+    """Take away what an attempt has recorded of its end."""
+    record = attempt_history.read_attempts(LocalTier(run))[number]
+    attempt_history.replace(LocalTier(run), record.with_(state="running", outcome=None))
+
+
+def beat(run, number, age_s=0.0, **live):
+    """Leave an attempt's heartbeat, as one that lives or was killed does."""
+    path = heartbeat.path_of(LocalTier(run), number)
+    path.write_text(json.dumps({"beat": 1, **LiveStatus(**{"written": T, **live}).to_json()}))
+    os.utime(path, (time.time() - age_s,) * 2)
+
+
+RECORDED = ("times", "saves", "hosts", "world", "started", "tiers", "tier_trouble", "before")
+own_keys = st.sampled_from([*AttemptTimes(began=0, seconds=0).to_json(), "rows", "not_kept"])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    facts=st.dictionaries(st.sampled_from([*RECORDED, "env", "else"]), anything, max_size=3),
+    inner=st.dictionaries(own_keys, anything, max_size=3),
+    columns=st.dictionaries(st.sampled_from(["at", "copies", "count", "local_s"]), anything),
+    outcome=st.dictionaries(st.sampled_from(["outcome", "reason", "seconds"]), anything),
+)
+def test_whatever_stands_in_a_record_there_is_a_report(facts, inner, columns, outcome):
+    """What is valid in JSON, and of other types than ours, or of other releases."""
+    with TemporaryDirectory() as folder:
+        run = record_run(Path(folder) / "run", attempts=2, saves=3)
+        path = run / "attempts" / "1.json"
+        body = json.loads(path.read_bytes())
+        del body["digest"]
+        saves = {**body["saves"], "rows": {**body["saves"]["rows"], **columns}}
+        body |= {"times": {**body["times"], **inner}, "saves": {**saves, **inner}}
+        body |= {**facts, "outcome": {**body["outcome"], **outcome}}
+        path.write_text(json.dumps(body))
+        report = read_report(str(run))
+        assert [each.attempt for each in report.attempts] == [1, 2]
+        assert report.attempts[1].how == "finished"
+        json.dumps(verb.to_json(report))
+        Console(file=io.StringIO(), width=100).print(verb.render(report))
+
+
+def test_records_of_older_releases_are_reported_as_far_as_they_go(tmp_path, capsys):
+    run = record_run(tmp_path / "run", attempts=2)
+    for number in (1, 2):
+        record = attempt_history.read_attempts(LocalTier(run))[number]
+        facts = {"started": record.facts["started"]}
+        attempt_history.replace(LocalTier(run), record.with_(facts=facts))
+    found = document(run, capsys)
+    assert [each["how"] for each in found["attempts"]] == ["killed", "finished"]
+    assert found["saves"]["committed"] == 0
+    assert found["account"]["buckets"]["other"] > 0
+    assert "unknown" in drawn(run, 100)
 
 
 def test_a_terminal_gets_colors(tmp_path):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import resource
 import shutil
+import subprocess
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -131,8 +135,9 @@ def hostile_run(make_run, folder):
 def test_a_run_of_any_length_has_a_page_that_says_what_it_leaves_out(tmp_path, attempts, saves):
     run = record_run(tmp_path / "run", attempts=attempts, saves=saves)
     text = page_of(run).read_text()
-    assert ("since there are 300" in text) == (attempts == 300)
+    assert ("since there are 300; saves are left out." in text) == (attempts == 300)
     assert ("10,000 saves in 200 rows" in text) == (saves == 5000)
+    assert ("10,000 saves in 120 rows" in text) == (saves == 5000)
     assert ("Nothing yet: no attempt of this run has measured a save" in text) == (not saves)
     assert ("The last 200 of 299" in text) == (attempts == 300)
 
@@ -163,8 +168,100 @@ def test_without_the_extra_the_summary_works_and_html_says_what_to_install(
 
 def test_a_page_that_cannot_be_written_is_refused(tmp_path, capsys):
     run = record_run(tmp_path / "run")
-    assert main(["report", str(run), "--html", str(tmp_path / "no" / "x.html")]) == 78
-    assert "cannot be written to" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    for place in ("no/x.html", "file/x.html", "run", "x" * 300):
+        assert main(["report", str(run), "--html", str(tmp_path / place)]) == 78
+        refused = capsys.readouterr().err
+        assert f"cannot be written to {tmp_path / place}" in refused
+        assert "name a file such as report.html" in refused
+    assert main(["report", str(run), "--html", "-"]) == 78
+    assert "- names none" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
+
+
+def test_a_page_replaces_an_older_one_whole_and_keeps_its_permissions_and_links(
+    tmp_path, monkeypatch
+):
+    run = record_run(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    page, link = tmp_path / "page.html", tmp_path / "link.html"
+    page.write_text("old")
+    page.chmod(0o640)
+    link.symlink_to("page.html")
+    assert main(["report", str(run), "--html", "link.html"]) == 0
+    assert link.is_symlink()
+    assert page.stat().st_mode & 0o777 == 0o640
+    assert page.read_text().startswith("<!doctype html>")
+    assert main(["report", str(run), "--html", "new.html"]) == 0
+    (tmp_path / "touched").touch()
+    assert Path("new.html").stat().st_mode == Path("touched").stat().st_mode
+    assert len(list(tmp_path.iterdir())) == 5, "nothing else is left there"
+
+
+def test_a_full_disk_leaves_the_older_page(tmp_path):
+    run, page = record_run(tmp_path / "run"), tmp_path / "page.html"
+    page.write_text("old")
+    command = [sys.executable, "-m", "trainckpt", "report", str(run), "--html", str(page)]
+    limit = (20_000, resource.RLIM_INFINITY)  # of a file's bytes; the page has more
+    ended = subprocess.run(
+        command,
+        check=False,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
+    )
+    assert ended.returncode == 78
+    assert "File too large" in ended.stderr
+    assert page.read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]
+
+
+def test_a_page_is_written_to_a_pipe(tmp_path):
+    run = record_run(tmp_path / "run", attempts=1)
+    command = [sys.executable, "-m", "trainckpt", "report", str(run), "--json"]
+    ended = subprocess.run([*command, "--html", "/dev/stderr"], check=True, capture_output=True)
+    assert b"</html>" in ended.stderr
+
+
+def test_a_name_that_is_no_text_is_shown(tmp_path):
+    run = tmp_path / os.fsdecode(b"caf\xe9")
+    record_run(run, hosts=["\ud800\u2028"])
+    page = tmp_path / "report.html"
+    record = attempt_history.read_attempts(LocalTier(run))[1]
+    attempt_history.replace(LocalTier(run), record.with_(parent="\ud800", newest_commit="\udfff"))
+    assert main(["report", str(run), "--html", str(page)]) == 0
+    assert "caf" in page.read_text()
+
+
+def test_a_thousand_attempts_with_long_reasons_make_no_long_page(tmp_path):
+    reason = "<&\"'" * 500
+    run = record_run(tmp_path / "run", attempts=1000, saves=10, reason=reason)
+    text = page_of(run).read_text()
+    assert "since there are 1,000; saves are left out. 3 neighbours share a bar." in text
+    assert "The last 300 of 1,000 attempts." in text
+    assert "The last 200 of 999 on record." in text
+    assert "10,000 saves in 10,000" not in text
+
+
+def test_the_table_of_stages_counts_no_save_that_did_not_reach_it(tmp_path):
+    def counts(saves):
+        elements = page_of(record_run(tmp_path / str(saves) / "run", attempts=1, saves=saves))
+        cells = re.search("<caption>Stages of a save.*?</table>", elements.read_text(), re.DOTALL)
+        rows = re.findall(r"<tr.*?</tr>", cells[0], re.DOTALL)
+        return [re.findall(r">([^<>\n]+)</t[hd]>", row) for row in rows]
+
+    few, many = counts(8), counts(5000)
+    assert few[0][-1] == "saves"
+    assert [row[-1] for row in few if row[0] == "in s3"] == ["2"], "each fourth"
+    assert many[0][-1] == "rows"
+    assert all(int(row[-1]) <= 100 for row in many[1:])
+
+
+@pytest.mark.parametrize("how", ["x" * 500, "\u4f11\u6b62", "$\\frac{1}$", ""])
+def test_an_outcome_of_another_release_is_shown(tmp_path, how):
+    run = record_run(tmp_path / "run", attempts=2, last=how)
+    text = page_of(run).read_text()
+    assert how[:20] in text
 
 
 # ---- how a browser shows it
@@ -250,6 +347,14 @@ def test_a_legend_hides_a_series_and_a_mark_tells_what_it_is(browser, pages):
         assert not page.locator("#tip").is_visible()
         for each in page.locator("button, summary").all():
             each.click()
+        assert shown.complaints == []
+
+
+def test_an_attempt_among_many_tells_how_it_ended(browser, pages):
+    with OpenPage(browser, pages["many"]) as shown:
+        mark = shown.page.locator("#timeline .wide .mark").nth(150)
+        mark.hover()
+        assert "attempt 151, killed: out of memory" in shown.page.locator("#tip").inner_text()
         assert shown.complaints == []
 
 

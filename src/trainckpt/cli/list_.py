@@ -11,6 +11,7 @@ from trainckpt.attempt.options import LOCAL
 from trainckpt.cli import output, tier_status
 from trainckpt.cli.dumps import dumps_of
 from trainckpt.format.attempt_record import ENDED, UNDECIDED
+from trainckpt.format.attempt_times import seconds_of
 from trainckpt.format.dump import KIND
 from trainckpt.run_directory import run_url
 from trainckpt.run_directory.run_tiers import open_everywhere
@@ -182,12 +183,12 @@ def _attempt(tier: RunTier, record: AttemptRecord) -> dict[str, Any]:
 
 def _attempt_row(row: dict[str, Any]) -> tuple[str, ...]:
     start_text = {None: "step 0", UNDECIDED: "not chosen"}.get(row["parent"], row["parent"])
-    started = row["started"]
+    started = seconds_of(row["started"])
     return (
         str(row["attempt"]),
         start_text,
         output.text(row["world"]),
-        output.when(started) if isinstance(started, (int, float)) else "",
+        "" if started is None else output.when(started),
         _how(row),
         output.text(row["exit_code"]),
         row["newest_commit"] or "",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 NAMES = ("id", "name", "snapshot", "tensor", "attempt")  # what people type or look for
 MOST_WIDE = 220  # columns of a table
+NO_SCREEN = 120  # columns where no terminal says
 LITTLE = 1.1  # what is wider by so little fits if some words go to a second line
 LEAST_WHOLE_S, MOST_PARTS = 10.0, 2  # of a duration
 UNITS = ("B", "KB", "MB", "GB", "TB")
@@ -84,6 +85,12 @@ class _Output(Console):
 def console(**how: Any) -> Console:
     """Return a console on stdout; a terminal gets colors, anything else plain text."""
     return _Output(highlight=False, **how)
+
+
+def screen() -> Console:
+    """Return a console for what a verb draws: as wide as the terminal; without one, `NO_SCREEN`."""
+    drawn = console()
+    return drawn if drawn.is_terminal else console(width=NO_SCREEN)
 
 
 class _Aside(Console):

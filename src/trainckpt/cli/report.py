@@ -16,9 +16,11 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from trainckpt.attempt.options import PARTNER
 from trainckpt.cli import advise, output
 from trainckpt.cli.status import COLORS, headline, times_of
-from trainckpt.inspect.run_report import DAMAGED, read_report
+from trainckpt.format.save_history import MOST_TIERS
+from trainckpt.inspect.run_report import DAMAGED, NO_SAVES, read_report
 from trainckpt.inspect.run_status import ALIVE, DEAD
 
 if TYPE_CHECKING:
@@ -30,9 +32,15 @@ if TYPE_CHECKING:
     from trainckpt.format.save_history import SaveRow
     from trainckpt.inspect.run_report import AttemptReport, RunReport
 
-PLAIN_WIDTH = 120  # where no terminal says
 SHOWN_ATTEMPTS, SHOWN_CHECKPOINTS, SHOWN_TROUBLES = 10, 8, 8  # in the terminal
+LONGEST = 200  # characters of an end; the whole reason stands among what was refused and failed
 IN_WORDS = {ALIVE: "alive", DEAD: "ended without a record", DAMAGED: "record damaged"}
+# stage of a save -> attribute of its row; then come the tiers
+OWN_STAGES = {
+    "training waits": "stall_s",
+    "in shared memory": "memory_s",
+    "in the run directory": "local_s",
+}
 MILLI_S = 1.0  # below it, a stage is shown in milliseconds
 
 
@@ -53,10 +61,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.json:
         output.document(to_json(report))
         return 0
-    console = output.console()
-    if not console.is_terminal:
-        console = output.console(width=PLAIN_WIDTH)
-    console.print(render(report))
+    output.screen().print(render(report))
     return 0
 
 
@@ -73,7 +78,12 @@ def how_it_ended(attempt: AttemptReport) -> str:
     """Return an attempt's end in words."""
     text = IN_WORDS.get(attempt.how, attempt.how)
     reason = attempt.reason if attempt.reason not in ("", "final") else ""
-    return f"{text}: {reason}" if reason else text
+    return brief(f"{text}: {reason}" if reason else text, LONGEST)
+
+
+def brief(text: str, longest: int) -> str:
+    """Return the text, cut to so many characters."""
+    return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 
 def steps_of(attempt: AttemptReport) -> str:
@@ -105,22 +115,24 @@ def rows_of(report: RunReport) -> list[SaveRow]:
     return sorted(rows, key=lambda row: row.at)
 
 
+def stage_times(row: SaveRow) -> dict[str, float]:
+    """Return stage -> seconds, nearest first."""
+    own = {stage: getattr(row, name) for stage, name in OWN_STAGES.items()}
+    copies = {
+        "in other hosts' memory" if tier == PARTNER else f"in {tier}": seconds
+        for tier, seconds in row.copies.items()
+    }
+    return {stage: took_s for stage, took_s in {**own, **copies}.items() if took_s is not None}
+
+
 def stages_of(rows: Sequence[SaveRow]) -> dict[str, list[tuple[SaveRow, float]]]:
     """Return the stages of saves, nearest first, each with the saves that reached it."""
-    stages: dict[str, list[tuple[SaveRow, float]]] = {}
-    own = {
-        "training waits": "stall_s",
-        "in shared memory": "memory_s",
-        "in the run directory": "local_s",
-    }
-    for stage, name in own.items():
-        values = [(row, getattr(row, name)) for row in rows]
-        if found := [(row, seconds) for row, seconds in values if seconds is not None]:
-            stages[stage] = found
-    for tier in dict.fromkeys(tier for row in rows for tier in row.copies):
-        where = "in other hosts' memory" if tier == "partner" else f"in {tier}"
-        stages[where] = [(row, row.copies[tier]) for row in rows if tier in row.copies]
-    return stages
+    stages: dict[str, list[tuple[SaveRow, float]]] = {stage: [] for stage in OWN_STAGES}
+    for row in rows:
+        for stage, seconds in stage_times(row).items():
+            stages.setdefault(stage, []).append((row, seconds))
+    shown = list(stages)[: len(OWN_STAGES) + MOST_TIERS]
+    return {stage: stages[stage] for stage in shown if stages[stage]}
 
 
 def merged_note(rows: Sequence[SaveRow]) -> str:
@@ -185,7 +197,7 @@ def render(report: RunReport) -> RenderableType:
         parts += [Text(), *times_of(status)]
     if report.attempts:
         parts += [Text(), *_attempts(report)]
-    if report.saves != type(report.saves)():
+    if report.saves != NO_SAVES:
         parts += [Text(), *_saves(report)]
     if report.checkpoints:
         parts += [Text(), *_checkpoints(report)]
@@ -263,7 +275,7 @@ def _checkpoints(report: RunReport) -> Iterator[RenderableType]:
 def _troubles(report: RunReport) -> Iterator[RenderableType]:
     shown = report.troubles[-SHOWN_TROUBLES:]
     left_out = report.num_troubles > len(shown)
-    more = f"the last {len(shown)} of {report.num_troubles:,}" if left_out else ""
+    more = f"the last {len(shown)} of {report.num_troubles:,} on record" if left_out else ""
     yield _title("refused and failed", more)
     table = _grid(("  when", "what", "why"), folds=2)
     for each in shown:

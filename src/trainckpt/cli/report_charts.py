@@ -1,30 +1,20 @@
-"""Draw the pictures of a report as SVG, by matplotlib, for a page that works without a network.
+"""Draw the pictures of a report: attempts, times, stages and sizes of saves, expected loss.
 
-Each picture is drawn twice, for wide and for narrow screens, since scaled text cannot be read. An
-SVG as matplotlib writes it is fixed in its colors, and a strict Content-Security-Policy forbids its
-`style` attributes. So `_clean` makes plain attributes of them, and variables of the page's style
-sheet of the colors: light and dark follow the reader's system.
-
-Marks that tell more carry it as a `title`, which every browser shows, and as `data-tip`, for the
-page's script. Texts from the run are escaped by the XML writer, and are no TeX.
+Each picture is drawn twice, for wide and for narrow screens, since scaled text cannot be read. Of
+long runs neighbours share a mark, and texts of the run are cut.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import re
-import warnings
-from dataclasses import dataclass, field
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-from xml.etree import ElementTree as ET
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from trainckpt.attempt import goodput
 from trainckpt.cli import output
-from trainckpt.cli.report import how_it_ended, stage_time, stages_of
+from trainckpt.cli.report import brief, how_it_ended, stage_time, stages_of
+from trainckpt.cli.report_canvas import COLORS, NARROW, WIDE, Canvas, days, drawing, duration_axis
 from trainckpt.cli.status import LABELS, counted
-from trainckpt.errors import ConfigurationError
 from trainckpt.format.names import SnapshotName
 from trainckpt.format.save_history import thin
 
@@ -36,21 +26,12 @@ if TYPE_CHECKING:
     from trainckpt.inspect.run_report import AttemptReport, RunReport
     from trainckpt.planning.advice import Recommendation
 
-WIDE, NARROW = 1080, 340  # pixels
-MOST_ROWS, MOST_TIPS = 24, 400  # attempts with a row of their own, and with a tip
+MOST_ROWS = 24  # attempts with a row of their own
+MOST_BARS = {WIDE: 360, NARROW: 110}  # beyond that, neighbours in the one row share a bar
+LONGEST_LABEL, LONGEST_TIP = 24, 100  # characters of an attempt's end
 LEAST_S = 1e-5  # of a stage, on a logarithmic axis
 MOST_MARKS = {WIDE: 120, NARROW: 40}  # saves in a picture
-SVG, XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
-INSTALL = "pip install 'trainckpt[report]'"
 
-# name of a variable of the style sheet -> the color that stands for it while matplotlib draws
-_NAMES = (
-    *("ink", "faint", "grid", "surface", "good", "bad", "accent"),
-    *("training", "preparation", "restore", "save", "evaluation", "wasted", "leaving", "gap"),
-    *("other", "s0", "s1", "s2", "s3", "s4", "s5", "written", "referred"),
-)
-_COLORS = {name: f"#fe{number:02x}fe" for number, name in enumerate(_NAMES)}
-_VARIABLES = {color: f"var(--{name})" for name, color in _COLORS.items()}
 _BUCKETS = {
     goodput.TRAINING: "training",
     goodput.PREPARATION: "preparation",
@@ -82,86 +63,6 @@ class Picture:
     legend: Mapping[str, str] = field(default_factory=dict)
 
 
-class _Canvas:
-    """One drawing: its axes, and the marks that tell more."""
-
-    def __init__(self, name: str, width: int, height: float, *, left: float = 8.0) -> None:
-        from matplotlib.figure import Figure
-
-        self.name, self.width, self.is_narrow = name, width, width == NARROW
-        self.figure = Figure(figsize=(width / 72, height / 72), dpi=72)
-        self.figure.patch.set_visible(False)
-        right = 14.0
-        self.axes: Any = self.figure.add_axes(
-            (left / width, 34 / height, 1 - (left + right) / width, 1 - 44 / height)
-        )
-        self.tips: list[tuple[str, str]] = []
-        axes = self.axes
-        axes.patch.set_visible(False)
-        for side, spine in axes.spines.items():
-            spine.set_visible(side == "bottom")
-            spine.set_color(_COLORS["grid"])
-        axes.tick_params(colors=_COLORS["faint"], labelcolor=_COLORS["faint"], labelsize=12)
-        axes.tick_params(axis="y", length=0)
-        axes.set_axisbelow(True)
-
-    def mark(self, tip: str, series: str = "") -> str:
-        """Return the id of a mark that tells `tip`; a legend hides the marks of its series."""
-        self.tips.append((tip, series))
-        return f"mark-{len(self.tips) - 1}"
-
-    def bar(
-        self, at: tuple[float, float], size: tuple[float, float], color: str, *, gid: str
-    ) -> None:
-        """Draw a bar from its lower left corner on; the limits of the axes stay as they are."""
-        from matplotlib.patches import Rectangle
-
-        fill = _COLORS[color] if color else "none"
-        self.axes.add_patch(Rectangle(at, size[0], size[1], gid=gid, facecolor=fill, linewidth=0.0))
-
-    def bars(self, spans: Sequence[tuple[float, float]], color: str, *, gid: str) -> None:
-        """Draw bars of one color in one row, as one mark; spans are beginnings and lengths."""
-        from matplotlib.patches import PathPatch
-        from matplotlib.path import Path
-
-        low, high = -0.31, 0.31
-        corners = [
-            [(at, low), (at, high), (at + length, high), (at + length, low), (at, low)]
-            for at, length in spans
-        ]
-        path = Path.make_compound_path(*(Path(each, closed=True) for each in corners))
-        self.axes.add_patch(PathPatch(path, gid=gid, facecolor=_COLORS[color], linewidth=0.0))
-
-    def dots(self, xs: Sequence[float], ys: Sequence[float], color: str, **how: Any) -> None:
-        """Draw a line or one dot; the limits of the axes stay as they are."""
-        from matplotlib.lines import Line2D
-
-        self.axes.add_line(Line2D(xs, ys, color=_COLORS[color], clip_on=False, **how))
-
-    def grid(self, axis: str) -> None:
-        """Draw lines of a grid."""
-        self.axes.grid(axis=axis, color=_COLORS["grid"], linewidth=0.8)
-
-    def time_axis(self) -> None:
-        """Label the x axis with local times."""
-        from dateutil.tz import tzlocal
-
-        dates: Any = import_module("matplotlib.dates")
-        zone = tzlocal()
-        most = 4 if self.is_narrow else 8
-        locator = dates.AutoDateLocator(tz=zone, minticks=2, maxticks=most)
-        self.axes.xaxis.set_major_locator(locator)
-        self.axes.xaxis.set_major_formatter(dates.ConciseDateFormatter(locator, tz=zone))
-        self.axes.xaxis.get_offset_text().set_color(_COLORS["faint"])
-        self.axes.xaxis.get_offset_text().set_size(11)
-
-    def svg(self) -> str:
-        """Return the drawing."""
-        written = io.StringIO()
-        self.figure.savefig(written, format="svg")
-        return _clean(written.getvalue(), f"{self.name}-{self.width}-", self.tips)
-
-
 def draw(report: RunReport, rows: Sequence[SaveRow]) -> dict[str, Picture]:
     """Return the pictures of a report, by name; one without data is left out.
 
@@ -172,23 +73,9 @@ def draw(report: RunReport, rows: Sequence[SaveRow]) -> dict[str, Picture]:
     Raises:
         ConfigurationError: matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise ConfigurationError(
-            "a page of HTML needs the package matplotlib, which is not installed", hint=INSTALL
-        ) from error
-    settings: Any = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "trainckpt",
-        "text.parse_math": False,
-        "axes.unicode_minus": False,
-        "font.size": 12,
-        "text.color": _COLORS["ink"],
-    }
-    known = [each for each in report.attempts if each.account is not None]
+    known = _known(report)
     stages = stages_of(rows)
-    wanted: dict[str, Callable[[int], _Canvas]] = {}
+    wanted: dict[str, Callable[[int], Canvas]] = {}
     if report.status.account.wall_s > 0:
         wanted["timeline"] = lambda width: _timeline(width, known)
         wanted["buckets"] = lambda width: _buckets(width, report)
@@ -197,9 +84,7 @@ def draw(report: RunReport, rows: Sequence[SaveRow]) -> dict[str, Picture]:
         wanted["sizes"] = lambda width: _sizes(width, rows)
     if (advice := report.advice) is not None:
         wanted["loss"] = lambda width: _loss(width, advice, report.every_s)
-    with mpl.rc_context(settings), warnings.catch_warnings():
-        # It warns of a few labels more than asked for, as between two minutes and three.
-        warnings.filterwarnings("ignore", "AutoDateLocator was unable", UserWarning)
+    with drawing():
         drawn = {name: (paint(WIDE).svg(), paint(NARROW).svg()) for name, paint in wanted.items()}
     spent = {name for name, seconds in report.status.account.buckets.items() if seconds > 0}
     legends = {
@@ -215,13 +100,13 @@ def draw(report: RunReport, rows: Sequence[SaveRow]) -> dict[str, Picture]:
 # ---- the pictures
 
 
-def _timeline(width: int, attempts: Sequence[AttemptReport]) -> _Canvas:
+def _timeline(width: int, attempts: Sequence[AttemptReport]) -> Canvas:
     """Draw the attempts over time, each in a row of its own as long as they are few."""
     if len(attempts) > MOST_ROWS:
         return _timeline_in_one_row(width, attempts)
-    labels = [f"{each.attempt} {each.how}" for each in attempts]
+    labels = [brief(f"{each.attempt} {each.how}", LONGEST_LABEL) for each in attempts]
     left = 14.0 + 7.2 * max(map(len, labels))
-    canvas = _Canvas("timeline", width, 54 + 28 * len(attempts), left=left)
+    canvas = Canvas("timeline", width, 54 + 28 * len(attempts), left=left)
     most = max(MOST_MARKS[width] // (2 * len(attempts)), 5)
     until: float | None = None
     for row, each in enumerate(attempts):
@@ -230,14 +115,14 @@ def _timeline(width: int, attempts: Sequence[AttemptReport]) -> _Canvas:
             gap_s = each.account.began - until
             tip = f"{output.duration(gap_s)} before attempt {each.attempt}"
             gid = canvas.mark(tip, LABELS[goodput.GAP][0])
-            canvas.bar((_days(until), row - 0.07), (_days(gap_s), 0.14), "gap", gid=gid)
+            canvas.bar((days(until), row - 0.07), (days(gap_s), 0.14), "gap", gid=gid)
         until = each.account.ended
-        head = f"attempt {each.attempt}, {how_it_ended(each)}"
+        head = f"attempt {each.attempt}, {_end(each)}"
         for bucket, at, seconds in _phases(each.account):
             name = LABELS[bucket][0]
             tip = f"{head}: {name} {output.duration(seconds)} from {output.when(at)}"
             gid = canvas.mark(tip, name)
-            canvas.bar((_days(at), row - 0.31), (_days(seconds), 0.62), _BUCKETS[bucket], gid=gid)
+            canvas.bar((days(at), row - 0.31), (days(seconds), 0.62), _BUCKETS[bucket], gid=gid)
         _save_dots(canvas, each, row, most)
         _end_mark(canvas, each, row - 0.42 if canvas.is_narrow else row)
     canvas.axes.set_ylim(len(attempts) - 0.4, -0.6)
@@ -246,36 +131,72 @@ def _timeline(width: int, attempts: Sequence[AttemptReport]) -> _Canvas:
     return canvas
 
 
-def _timeline_in_one_row(width: int, attempts: Sequence[AttemptReport]) -> _Canvas:
-    """Draw many attempts: their phases together, and over them the attempts themselves."""
-    canvas = _Canvas("timeline", width, 100, left=14.0)
+def _timeline_in_one_row(width: int, attempts: Sequence[AttemptReport]) -> Canvas:
+    """Draw many attempts: their phases together, and over them the bars that tell of them."""
+    canvas = Canvas("timeline", width, 100, left=14.0)
+    num = _attempts_a_bar(len(attempts), width)
+    groups = [attempts[first : first + num] for first in range(0, len(attempts), num)]
+    accounts = [_joined([each.account for each in group if each.account]) for group in groups]
     phases: dict[str, list[tuple[float, float]]] = {}
-    for each in attempts:
-        assert each.account is not None
-        for bucket, at, seconds in _phases(each.account):
-            phases.setdefault(bucket, []).append((_days(at), _days(seconds)))
+    for account in accounts:
+        for bucket, at, seconds in _phases(account):
+            phases.setdefault(bucket, []).append((days(at), days(seconds)))
     for bucket, spans in phases.items():
         gid = canvas.mark("", LABELS[bucket][0])
         canvas.bars(spans, _BUCKETS[bucket], gid=gid)
-    if len(attempts) <= MOST_TIPS and not canvas.is_narrow:
-        for each in attempts:
-            assert each.account is not None
-            at, lasted_s = each.account.began, each.account.ended - each.account.began
-            tip = f"attempt {each.attempt}, {how_it_ended(each)}: {output.duration(lasted_s)}"
-            gid = canvas.mark(f"{tip} from {output.when(at)}")
-            canvas.bar((_days(at), -0.31), (_days(lasted_s), 0.62), "", gid=gid)
+    for group, account in zip(groups, accounts, strict=True):
+        at, lasted_s = account.began, account.ended - account.began
+        head = f"attempts {group[0].attempt} to {group[-1].attempt}"
+        if len(group) == 1:
+            head = f"attempt {group[0].attempt}, {_end(group[0])}"
+        gid = canvas.mark(f"{head}: {output.duration(lasted_s)} from {output.when(at)}")
+        canvas.bar((days(at), -0.31), (days(lasted_s), 0.62), "", gid=gid)
     canvas.axes.set_ylim(0.6, -0.6)
     canvas.axes.set_yticks([])
     _over_time(canvas, attempts)
     return canvas
 
 
-def _over_time(canvas: _Canvas, attempts: Sequence[AttemptReport]) -> None:
+def _attempts_a_bar(num: int, width: int) -> int:
+    return math.ceil(num / MOST_BARS[width])
+
+
+def _joined(accounts: Sequence[AttemptAccount]) -> AttemptAccount:
+    """Return the account of neighbours, as if they were one attempt."""
+    buckets = goodput.RunAccount(tuple(accounts)).buckets
+    return replace(accounts[0], ended=accounts[-1].ended, buckets=buckets)
+
+
+def timeline_note(report: RunReport) -> str:
+    """Return what the marks of the timeline are, and what it leaves out."""
+    num = len(_known(report))
+    note = (
+        "Dots are saves; at the end a cross is a fault, a square a stop, and a disc the end of "
+        "training."
+    )
+    if num > MOST_ROWS:
+        note = f"All attempts stand in one row, since there are {num:,}; saves are left out."
+        if (shared := _attempts_a_bar(num, WIDE)) > 1:
+            note += f" {shared} neighbours share a bar."
+    if unknown := len(report.attempts) - num:
+        note += f" {counted(unknown, 'attempt')} without times cannot be drawn."
+    return note
+
+
+def _known(report: RunReport) -> list[AttemptReport]:
+    return [each for each in report.attempts if each.account is not None]
+
+
+def _end(attempt: AttemptReport) -> str:
+    return brief(how_it_ended(attempt), LONGEST_TIP)
+
+
+def _over_time(canvas: Canvas, attempts: Sequence[AttemptReport]) -> None:
     """Let the x axis reach from the first launch to the last end."""
     accounts = [each.account for each in attempts if each.account is not None]
     first, last = accounts[0].began, max(each.ended for each in accounts)
     margin = 0.02 * max(last - first, 1.0)
-    canvas.axes.set_xlim(_days(first - margin), _days(last + margin))
+    canvas.axes.set_xlim(days(first - margin), days(last + margin))
     canvas.grid("x")
     canvas.time_axis()
 
@@ -295,49 +216,47 @@ def _phases(account: AttemptAccount) -> Iterator[tuple[str, float, float]]:
             at += seconds
 
 
-def _save_dots(canvas: _Canvas, attempt: AttemptReport, row: int, most: int) -> None:
+def _save_dots(canvas: Canvas, attempt: AttemptReport, row: int, most: int) -> None:
     rows = list(attempt.saves.rows)
     thin(rows, most)
     for each in rows:
         count = "" if each.count == 1 else f", the last of {counted(each.count, 'save')}"
         canvas.dots(
-            [_days(each.at)],
+            [days(each.at)],
             [row + 0.2],
             "surface",
             marker="o",
             markersize=3 if canvas.is_narrow else 4,
-            markeredgecolor=_COLORS["ink"],
+            markeredgecolor=COLORS["ink"],
             markeredgewidth=0.8,
             gid=canvas.mark(f"{each.snapshot} saved {output.when(each.at)}{count}", "saves"),
         )
 
 
-def _end_mark(canvas: _Canvas, attempt: AttemptReport, height: float) -> None:
+def _end_mark(canvas: Canvas, attempt: AttemptReport, height: float) -> None:
     account = attempt.account
     if account is None or attempt.how == "alive":
         return
     good = attempt.how in _GOOD
     canvas.dots(
-        [_days(account.ended)],
+        [days(account.ended)],
         [height],
         "good" if good else "bad",
         marker=("s" if attempt.how == "stopped" else "o") if good else "X",
         markersize=6 if canvas.is_narrow else 9,
-        markeredgecolor=_COLORS["surface"],
-        gid=canvas.mark(
-            f"attempt {attempt.attempt} {how_it_ended(attempt)}, {output.when(account.ended)}"
-        ),
+        markeredgecolor=COLORS["surface"],
+        gid=canvas.mark(f"attempt {attempt.attempt} {_end(attempt)}, {output.when(account.ended)}"),
     )
 
 
-def _buckets(width: int, report: RunReport) -> _Canvas:
+def _buckets(width: int, report: RunReport) -> Canvas:
     """Draw the seconds of each bucket, the longest first."""
     account = report.status.account
     spent = {name: seconds for name, seconds in account.buckets.items() if seconds > 0}
     names = sorted(spent, key=lambda name: -spent[name])
     labels = [LABELS[name][0] for name in names]
     left = 14.0 + 6.9 * max(map(len, labels))
-    canvas = _Canvas("buckets", width, 30 * len(names) + 22, left=left)
+    canvas = Canvas("buckets", width, 30 * len(names) + 22, left=left)
     longest = 0
     for row, name in enumerate(names):
         share = 100 * spent[name] / account.wall_s
@@ -363,9 +282,9 @@ def _buckets(width: int, report: RunReport) -> _Canvas:
     return canvas
 
 
-def _stages(width: int, rows: Sequence[SaveRow]) -> _Canvas:
+def _stages(width: int, rows: Sequence[SaveRow]) -> Canvas:
     """Draw how long each stage of a save took, over time."""
-    canvas = _Canvas("stages", width, 330 if width == WIDE else 280, left=58)
+    canvas = Canvas("stages", width, 330 if width == WIDE else 280, left=58)
     shown = list(rows)
     thin(shown, MOST_MARKS[width])
     stages = stages_of(shown)
@@ -373,19 +292,19 @@ def _stages(width: int, rows: Sequence[SaveRow]) -> _Canvas:
     for index, (stage, values) in enumerate(stages.items()):
         color = f"s{index % NUM_SERIES}"
         for part in _by_attempt(values):
-            xs = [_days(row.at) for row, _ in part]
+            xs = [days(row.at) for row, _ in part]
             ys = [max(seconds, LEAST_S) for _, seconds in part]
             canvas.dots(xs, ys, color, linewidth=1.5, gid=canvas.mark("", stage))
         for row, seconds in values:
             count = "" if row.count == 1 else f", the slowest of {counted(row.count, 'save')}"
             tip = f"{row.snapshot}, {output.when(row.at)}: {stage} {stage_time(seconds)}{count}"
             how = {"marker": "o", "markersize": 5, "gid": canvas.mark(tip, stage)}
-            canvas.dots([_days(row.at)], [max(seconds, LEAST_S)], color, **how)
+            canvas.dots([days(row.at)], [max(seconds, LEAST_S)], color, **how)
     known = [max(seconds, LEAST_S) for values in stages.values() for _, seconds in values]
     margin = 0.02 * max(shown[-1].at - shown[0].at, 1.0)
-    canvas.axes.set_xlim(_days(shown[0].at - margin), _days(shown[-1].at + margin))
+    canvas.axes.set_xlim(days(shown[0].at - margin), days(shown[-1].at + margin))
     canvas.axes.set_ylim(min(known) / 1.4, 1.4 * max(known))
-    _duration_axis(canvas.axes.yaxis)
+    duration_axis(canvas.axes.yaxis)
     canvas.grid("y")
     canvas.time_axis()
     return canvas
@@ -400,11 +319,11 @@ def _by_attempt(values: Iterable[tuple[SaveRow, float]]) -> list[list[tuple[Save
     return [part for part in parts.values() if len(part) > 1]
 
 
-def _sizes(width: int, rows: Sequence[SaveRow]) -> _Canvas:
+def _sizes(width: int, rows: Sequence[SaveRow]) -> Canvas:
     """Draw the bytes of each save, and of the older files that it refers to."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    canvas = _Canvas("sizes", width, 240, left=64)
+    canvas = Canvas("sizes", width, 240, left=64)
     shown = list(rows)
     thin(shown, MOST_MARKS[width])
     for index, row in enumerate(shown):
@@ -439,14 +358,14 @@ def _step(row: SaveRow) -> int:
     return 0 if name is None else name.step
 
 
-def _loss(width: int, advice: Recommendation, every_s: float | None) -> _Canvas:
+def _loss(width: int, advice: Recommendation, every_s: float | None) -> Canvas:
     """Draw the expected loss against the interval of saves."""
     from matplotlib.ticker import FuncFormatter
 
-    canvas = _Canvas("loss", width, 260, left=58)
+    canvas = Canvas("loss", width, 260, left=58)
     (name, interval_s), *_ = advice.plan.intervals.items()
     points = advice.curve(name, also_s=every_s)
-    canvas.axes.plot(*zip(*points, strict=True), color=_COLORS["accent"], linewidth=2)
+    canvas.axes.plot(*zip(*points, strict=True), color=COLORS["accent"], linewidth=2)
     lost = 100 * advice.lost_share
     places = [(interval_s, lost, "advised", "good")]
     if every_s is not None and advice.now is not None:
@@ -463,7 +382,7 @@ def _loss(width: int, advice: Recommendation, every_s: float | None) -> _Canvas:
     canvas.axes.set_xlim(low, high)
     for at_s, share, label, color in places:
         tip = f"{label}: a save each {output.span(at_s)} loses {share:.2f} % of the wall time"
-        edge = _COLORS["surface"]
+        edge = COLORS["surface"]
         how = {"marker": "o", "markersize": 10, "markeredgecolor": edge, "gid": canvas.mark(tip)}
         canvas.dots([at_s], [share], color, **how)
         along = math.log(at_s / low) / math.log(high / low)
@@ -478,94 +397,6 @@ def _loss(width: int, advice: Recommendation, every_s: float | None) -> _Canvas:
     canvas.axes.yaxis.set_major_formatter(
         FuncFormatter(lambda value, _: f"{value:.3g} %" if value >= 0 else "")
     )
-    _duration_axis(canvas.axes.xaxis)
+    duration_axis(canvas.axes.xaxis)
     canvas.grid("y")
     return canvas
-
-
-def _duration_axis(axis: Any) -> None:
-    """Label a logarithmic axis with durations that people use."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-    marks = [0.0001, 0.001, 0.01, 0.1, 1, 10, 60, 600, 3600, 36000, 86400, 864000]
-    low, high = axis.get_view_interval()
-    if high / max(low, 1e-9) < 300:
-        marks = sorted({*marks, *(3 * mark for mark in marks[:6]), 30, 180, 1800, 10800})
-    axis.set_major_locator(FixedLocator(marks))
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
-
-
-def _short(seconds: float) -> str:
-    """Return a round duration: `10 ms`, `1 s`, `10 min`."""
-    for unit, unit_s in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
-        if seconds >= unit_s:
-            return f"{seconds / unit_s:.3g} {unit}"
-    return f"{1000 * seconds:.3g} ms"
-
-
-def _days(when: float) -> float:
-    """Return a moment as matplotlib counts it: in days of UTC."""
-    return when / 86400.0
-
-
-# ---- from matplotlib's SVG to the page's
-
-
-_DROPPED = (f"{{{SVG}}}metadata", f"{{{SVG}}}style")
-_KEPT_STYLES = (
-    *("fill", "stroke", "stroke-width", "stroke-dasharray", "opacity", "text-anchor"),
-    *("font-size", "fill-opacity", "stroke-opacity", "stroke-linejoin"),
-)
-_FONT = re.compile(r"([\d.]+)px")
-_REFERENCE = re.compile(r"#([\w-]+)")
-
-
-def _clean(svg: str, prefix: str, tips: Sequence[tuple[str, str]]) -> str:
-    """Return an SVG to stand in a page: no styles of its own, ids of its own, marks with texts."""
-    ET.register_namespace("", SVG)
-    ET.register_namespace("xlink", XLINK)
-    root = ET.fromstring(svg)  # noqa: S314 - matplotlib has just written it
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag in _DROPPED:
-                parent.remove(child)
-    for element in root.iter():
-        _set_styles(element)
-        identity = element.attrib.pop("id", "")
-        if identity.startswith("mark-"):
-            tip, series = tips[int(identity.removeprefix("mark-"))]
-            if tip:
-                element.set("class", "mark")
-                element.set("data-tip", tip)
-                title = ET.Element(f"{{{SVG}}}title")
-                title.text = tip
-                element.insert(0, title)
-            if series:
-                element.set("data-series", series)
-        elif identity:
-            element.set("id", prefix + identity)
-        for name, value in element.attrib.items():
-            if value.startswith(("#", "url(#")) and not name.startswith(("fill", "stroke")):
-                element.set(name, _REFERENCE.sub(rf"#{prefix}\1", value))
-    for name in ("width", "height"):
-        root.attrib.pop(name, None)
-    root.set("role", "img")
-    root.set("focusable", "false")
-    return ET.tostring(root, encoding="unicode")
-
-
-def _set_styles(element: ET.Element) -> None:
-    """Make attributes of an element's styles, and variables of its colors."""
-    styles = {
-        name.strip(): value.strip()
-        for name, _, value in (
-            each.partition(":") for each in element.attrib.pop("style", "").split(";")
-        )
-        if value
-    }
-    if match := _FONT.search(styles.pop("font", "")):
-        styles["font-size"] = f"{match[1]}px"
-    for name, value in styles.items():
-        if name in _KEPT_STYLES:
-            element.set(name, _VARIABLES.get(value, value))

@@ -4,7 +4,7 @@
 const tip = document.getElementById("tip");
 
 function show(mark, x, y) {
-  tip.textContent = mark.dataset.tip;
+  tip.textContent = mark.getAttribute("aria-label");
   tip.hidden = false;
   const box = tip.getBoundingClientRect();
   const left = Math.min(Math.max(x - box.width / 2, 12), window.innerWidth - box.width - 12);
@@ -25,8 +25,8 @@ document.addEventListener("keydown", (event) => {
 });
 window.addEventListener("scroll", () => { tip.hidden = true; }, { passive: true });
 
-// The tip has the text already: the browser's own would come on top of it.
-for (const title of document.querySelectorAll(".wide .mark > title, .narrow .mark > title")) {
+// The text of a mark's title goes to the tip: the browser's own would come on top of it.
+for (const title of document.querySelectorAll(".mark > title")) {
   title.parentNode.setAttribute("aria-label", title.textContent);
   title.remove();
 }

@@ -3,30 +3,37 @@
     report_page.html   template of Jinja, which escapes every text of the run
     report_page.css    colors for light and dark, widths from 390 pixels on
     report_page.js     tips and legends; without it the page has the same content
-    report_charts.py   the pictures
+    report_charts.py   the pictures, drawn on report_canvas.py
 
 The page forbids itself the network, and all styles and scripts but its own two, by a
-Content-Security-Policy. Beside each picture stands a table with the same figures.
+Content-Security-Policy. Beside each picture stands a table with the same figures. Whatever a run
+holds, the page stays short: rows and characters have limits, and it says what it leaves out.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import os
+import shutil
 import statistics
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.goodput import name_in_ml_goodput
-from trainckpt.cli import output, report_charts
+from trainckpt.cli import output, report_canvas, report_charts
 from trainckpt.cli.report import (
+    LONGEST,
     advice_rows,
+    brief,
     how_it_ended,
     loss_sentence,
     merged_note,
     rows_of,
     stage_time,
+    stage_times,
     stages_of,
     steps_of,
     totals_of,
@@ -38,12 +45,13 @@ from trainckpt.format.save_history import thin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from trainckpt.format.save_history import SaveRow
     from trainckpt.inspect.run_report import RunReport
 
-SHOWN_SAVES, SHOWN_ATTEMPTS, SHOWN_CHECKPOINTS = 60, 300, 100  # rows of a table
+SHOWN_SAVES = report_charts.MOST_MARKS[report_canvas.WIDE]  # rows of a table
+SHOWN_ATTEMPTS, SHOWN_CHECKPOINTS = 300, 100
+HINT = "name a file such as report.html, in a folder where you may write"
 GOOD, BAD, PLAIN = "good", "bad", "plain"  # classes of the style sheet
 TONES = {"finished": GOOD, "alive": GOOD, "stopped": PLAIN}
 
@@ -75,15 +83,36 @@ def write_page(report: RunReport, file: Path) -> int:
     Raises:
         ConfigurationError: the extra is not installed, or the file cannot be written.
     """
-    data = build_page(report).encode("utf-8")
+    if str(file) == "-":
+        raise ConfigurationError("--html writes a file, and - names none", hint=HINT)
+    data = build_page(report).encode("utf-8", "replace")  # a path may have bytes that are no text
     try:
-        file.write_bytes(data)
+        _write(file, data)
     except OSError as error:
         raise ConfigurationError(
-            f"the page cannot be written to {file}: {error.strerror}",
-            hint="name a file such as report.html, in a folder that exists",
+            f"the page cannot be written to {file}: {error.strerror}", hint=HINT
         ) from error
     return len(data)
+
+
+def _write(file: Path, data: bytes) -> None:
+    """Write a file at once: whoever reads it, and a full disk, meet the old page or the new one.
+
+    A link stays one, and a file that is replaced leaves its permissions. What is no plain file,
+    such as a pipe, is written to.
+    """
+    if file.exists() and not file.is_file():
+        file.write_bytes(data)
+        return
+    target = Path(os.path.realpath(file))
+    temporary = target.with_name(f".trainckpt-report-{os.urandom(8).hex()}")
+    try:
+        temporary.write_bytes(data)
+        if target.exists():
+            shutil.copymode(target, temporary)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def build_page(report: RunReport) -> str:
@@ -97,7 +126,7 @@ def build_page(report: RunReport) -> str:
     except ImportError as error:
         raise ConfigurationError(
             "a page of HTML needs the package jinja2, which is not installed",
-            hint=report_charts.INSTALL,
+            hint=report_canvas.INSTALL,
         ) from error
     environment = jinja2.Environment(
         autoescape=True,
@@ -108,12 +137,14 @@ def build_page(report: RunReport) -> str:
     )
     style, script = _read("report_page.css"), _read("report_page.js")
     rows = rows_of(report)
+    shown = list(rows)
+    thin(shown, SHOWN_SAVES)
     return environment.get_template("report_page.html").render(
         policy=_policy(style, script),
         style=style,
         script=script,
-        pictures=report_charts.draw(report, rows),
-        **_content(report, rows),
+        pictures=report_charts.draw(report, shown),
+        **_content(report, rows, shown),
     )
 
 
@@ -133,8 +164,10 @@ def _policy(style: str, script: str) -> str:
     )
 
 
-def _content(report: RunReport, rows: Sequence[SaveRow]) -> dict[str, Any]:
-    """Return the texts and tables of the page."""
+def _content(
+    report: RunReport, rows: Sequence[SaveRow], shown: Sequence[SaveRow]
+) -> dict[str, Any]:
+    """Return the texts and tables of the page; `shown`: the rows, thinned."""
     status = report.status
     return {
         "run": report.run,
@@ -148,7 +181,7 @@ def _content(report: RunReport, rows: Sequence[SaveRow]) -> dict[str, Any]:
         "totals": totals_of(report),
         "merged": merged_note(rows),
         "stages": _stages(rows),
-        "saves": _saves(rows),
+        "saves": _saves(shown),
         "checkpoints": _checkpoints(report),
         "tiers": _tiers(report),
         "troubles": _troubles(report),
@@ -159,8 +192,7 @@ def _content(report: RunReport, rows: Sequence[SaveRow]) -> dict[str, Any]:
         ),
         "loss": loss_sentence(report),
         "why_no_advice": report.why_no_advice,
-        "most_rows": report_charts.MOST_ROWS,
-        "num_attempts": len(report.attempts),
+        "timeline_note": report_charts.timeline_note(report),
     }
 
 
@@ -170,7 +202,7 @@ def _tiles(report: RunReport) -> list[tuple[str, str, str]]:
     tiles = []
     if account.wall_s > 0:
         share = 100 * (account.goodput or 0.0)
-        attempts = counted(len(report.attempts), "attempt")
+        attempts = counted(len(account.attempts), "attempt")
         tiles.append(("Training", f"{share:.1f} %", "of the wall time"))
         tiles.append(("Wall time", output.duration(account.wall_s), f"in {attempts}"))
         again = counted(account.repeated.steps, "step")
@@ -241,26 +273,18 @@ def _stages(rows: Sequence[SaveRow]) -> PageTable:
     table = []
     for stage, values in stages_of(rows).items():
         seconds = [each for _, each in values]
-        saves = sum(row.count for row, _ in values)
         median, most = statistics.median(seconds), max(seconds)
-        table.append((stage, stage_time(median), stage_time(most), f"{saves:,}"))
+        table.append((stage, stage_time(median), stage_time(most), f"{len(seconds):,}"))
     return PageTable(
         caption="Stages of a save, from its boundary on",
-        columns=("stage", "median", "slowest", "saves"),
+        columns=("stage", "median", "slowest", "rows" if merged_note(rows) else "saves"),
         rows=table,
         numbers=(1, 2, 3),
     )
 
 
-def _saves(rows: Sequence[SaveRow]) -> PageTable:
-    """Return the saves in at most `SHOWN_SAVES` rows."""
-    shown = list(rows)
-    thin(shown, SHOWN_SAVES)
+def _saves(shown: Sequence[SaveRow]) -> PageTable:
     stages = list(stages_of(shown))
-    values = {
-        stage: {id(row): seconds for row, seconds in found}
-        for stage, found in stages_of(shown).items()
-    }
     table = [
         (
             row.snapshot,
@@ -268,12 +292,9 @@ def _saves(rows: Sequence[SaveRow]) -> PageTable:
             f"{row.count:,}",
             output.size(row.num_bytes),
             output.size(row.reached_bytes) if row.reached_bytes else "",
-            *(
-                stage_time(values[stage][id(row)]) if id(row) in values[stage] else ""
-                for stage in stages
-            ),
+            *(stage_time(own[stage]) if stage in own else "" for stage in stages),
         )
-        for row in shown
+        for row, own in ((row, stage_times(row)) for row in shown)
     ]
     return PageTable(
         caption="Saves",
@@ -297,9 +318,9 @@ def _checkpoints(report: RunReport) -> PageTable:
                 "" if each.num_bytes is None else output.size(each.num_bytes),
                 output.size(each.reached_bytes) if each.reached_bytes else "",
                 f"{len(each.tiers)}: {', '.join(each.tiers)}" if each.tiers else "none",
-                each.because,
-                ", ".join(remarks),
-                usable,
+                brief(each.because, LONGEST),
+                brief(", ".join(remarks), LONGEST),
+                brief(usable, LONGEST),
             )
         )
     left_out = len(report.checkpoints) - len(shown)
@@ -320,7 +341,8 @@ def _tiers(report: RunReport) -> PageTable:
         behind = "" if each.lag_steps is None else counted(each.lag_steps, "step")
         age = "" if each.age_s is None else output.duration(each.age_s)
         state = f"does not answer: {each.why_not}" if each.why_not else "answers"
-        rows.append((each.tier, each.url or "", each.snapshot or "none", age, behind, state))
+        newest = each.snapshot or ("unknown" if each.why_not else "none")
+        rows.append((each.tier, each.url or "", newest, age, behind, state))
     return PageTable(
         caption="Tiers",
         columns=("tier", "place", "newest", "age", "behind", "now"),
@@ -340,7 +362,7 @@ def _troubles(report: RunReport) -> PageTable:
         for each in reversed(report.troubles)
     ]
     left_out = report.num_troubles - len(rows)
-    note = f"The last {len(rows):,} of {report.num_troubles:,}." if left_out else ""
+    note = f"The last {len(rows):,} of {report.num_troubles:,} on record." if left_out else ""
     return PageTable(
         caption="Refused and failed",
         columns=("what", "when", "how", "why"),

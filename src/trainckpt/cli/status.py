@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 EVERY_S, IN_A_LOG_S = 1.0, 10.0
 LOOK_SHARE = 0.2  # most of the time that looking may take
-PLAIN_WIDTH = 120  # where no terminal says
 BAR_WIDTH, WIDEST = 24, 100
 FULL, PART, REST = "━", "╸", "─"
 
@@ -80,9 +79,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.json:
         output.document(status.to_json())
         return 0
-    console = output.console()
-    if not console.is_terminal:
-        console = output.console(width=PLAIN_WIDTH)
+    console = output.screen()
     if arguments.watch:
         _watch(console, arguments.run, status)
         return 0
@@ -146,7 +143,8 @@ def state_of(status: RunStatus) -> str:
     if status.is_alive:
         return "alive" if since_s is None else f"alive for {output.duration(since_s)}"
     if status.state == DEAD:
-        return f"not alive: it ended{ago} without a record"
+        damage = f": {status.reason}" if status.reason else ""
+        return f"not alive: it ended{ago} without a record{damage}"
     reason = "" if status.reason in ("", "final") else f": {status.reason}"
     return f"{status.state}{ago}{reason}"
 

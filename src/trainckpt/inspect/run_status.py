@@ -21,7 +21,7 @@ from trainckpt.attempt.options import LOCAL, MEMORY, PARTNER
 from trainckpt.attempt.time_keeper import times_left
 from trainckpt.errors import TrainckptError
 from trainckpt.format import names
-from trainckpt.format.attempt_times import NOTHING, TrainedCount
+from trainckpt.format.attempt_times import NOTHING, TrainedCount, count_of, seconds_of
 from trainckpt.format.names import SnapshotName
 from trainckpt.run_directory.run_tiers import open_everywhere
 from trainckpt.run_directory.run_url import open_run_tier
@@ -157,12 +157,9 @@ def _of_attempt(status: RunStatus, tier: RunTier, record: AttemptRecord) -> RunS
     outcome, facts = record.outcome or {}, record.facts
     age_s = None if record.outcome else heartbeat.age_s(tier, record.attempt)
     is_alive = age_s is not None and age_s < heartbeat.ALIVE_S
-    live, hosts, world = None, facts.get("hosts"), facts.get("world")
-    if is_alive:
-        live = parse_live_status(heartbeat.read(tier, record.attempt))
-    started, seconds = facts.get("started"), outcome.get("seconds")
-    since = float(started) if type(started) in (int, float) else None  # type: ignore[arg-type]
-    if since is not None and isinstance(seconds, (int, float)):
+    live = parse_live_status(heartbeat.read(tier, record.attempt)) if is_alive else None
+    since, seconds = seconds_of(facts.get("started")), outcome.get("seconds")
+    if since is not None and seconds is not None:
         since += seconds
     step_s = live.step_s if live is not None else None
     return replace(
@@ -173,12 +170,23 @@ def _of_attempt(status: RunStatus, tier: RunTier, record: AttemptRecord) -> RunS
         beat_age_s=age_s,
         reason=one_line(facts.get("damaged") or outcome.get("reason") or ""),
         exit_code=outcome.get("exit_code"),
-        hosts=tuple(sorted({one_line(host) for host in hosts})) if isinstance(hosts, list) else (),
-        world=world if type(world) is int else None,
+        hosts=hosts_of(record),
+        world=world_of(record),
         steps_per_s=1 / step_s if step_s else None,
         live=live,
         written_bytes=_written(tier, live.saving) if live is not None else None,
     )
+
+
+def hosts_of(record: AttemptRecord) -> tuple[str, ...]:
+    """Return the attempt's hosts, each once."""
+    hosts = record.facts.get("hosts")
+    return tuple(sorted({one_line(host) for host in hosts})) if isinstance(hosts, list) else ()
+
+
+def world_of(record: AttemptRecord) -> int | None:
+    """Return the attempt's number of ranks; None: unknown."""
+    return count_of(record.facts.get("world")) or None
 
 
 def _written(tier: RunTier, saving: SavingNow | None) -> int | None:
@@ -202,12 +210,12 @@ def _tiers(
     rows = _in_memory(candidates, status)
     for tier in (*everywhere.tiers, *everywhere.empty):
         newest = next((c for c in candidates if c.usable and tier.name in c.tiers), None)
-        row = TierNow(tier=tier.name, url=redact_text(tier.url))
+        row = TierNow(tier=one_line(tier.name), url=redact_text(tier.url))
         rows.append(_with_snapshot(row, newest, status))
     if all(row.tier != LOCAL for row in rows):
         rows.append(TierNow(tier=LOCAL, url=everywhere.run_tier.url))
     for name, reason in everywhere.silent.items():
-        rows.append(TierNow(tier=name, why_not=one_line(reason)))
+        rows.append(TierNow(tier=one_line(name), why_not=one_line(reason)))
     return tuple(rows)
 
 
