@@ -70,4 +70,4 @@ def test_a_place_without_permission_is_69_and_never_an_empty_run(server, place):
     for code, message, hint in found:
         assert code == 69, message
         assert "Permission denied" in message
-        assert "readable and writable for this user" in hint or "readable again" in hint
+        assert f"chmod -R u+rwX {place}/run" in hint or "readable again" in hint

@@ -283,6 +283,43 @@ def test_a_place_found_fit_without_links_and_synced_folders_takes_a_run(tmp_path
     assert [tier.create("run.json", b"1"), tier.create("run.json", b"2")] == [True, False]
 
 
+class DeniesLinks(Disk):
+    """As some file servers: a file can be created in a folder, and gets no second name."""
+
+    def link(self, source, target):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+
+def test_a_place_that_denies_links_takes_a_run(tmp_path):
+    _, found = attached(tmp_path / "run", DeniesLinks())
+    assert found["create_only"] == "exclusive"
+    tier = LocalTier(tmp_path / "run", DeniesLinks())
+    assert [tier.create("run.json", b"1"), tier.create("run.json", b"2")] == [True, False]
+
+
+class Closed(Disk):
+    """Takes no new file in one of the run's folders, as another user's."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def create(self, path):
+        if path.parent.name == self.folder:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return super().create(path)
+
+
+@pytest.mark.parametrize("folder", ["attempts", "snapshots"])
+def test_a_run_whose_folders_take_no_file_is_refused_before_anything_is_claimed(
+    trained, tmp_path, folder
+):
+    shutil.copytree(trained, tmp_path / "run")
+    before = sorted((tmp_path / "run").rglob("*"))
+    with pytest.raises(TierUnavailable, match=f"cannot write {tmp_path}/run/{folder}/"):
+        attached(tmp_path / "run", Closed(folder))
+    assert sorted((tmp_path / "run").rglob("*")) == before
+
+
 @pytest.mark.parametrize("disk", [Full(), NoFolderSync()])
 def test_a_place_that_is_ill_is_unavailable(tmp_path, disk):
     with pytest.raises(TierUnavailable, match=str(tmp_path)):

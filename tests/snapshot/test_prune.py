@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.faults.power import RecordingDisk
 from tests.snapshot.written import committed, written
+from trainckpt.errors import TierUnavailable
 from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot.catalog import ABANDONED, NOT_COMMITTED, Candidate, read_catalog
 from trainckpt.snapshot.prune import plan_prune, prune
-from trainckpt.storage.local import LocalTier
+from trainckpt.storage.local import Disk, LocalTier
 
 RECORDS = {1: AttemptRecord(1, None), 2: AttemptRecord(2, "s2~1.2")}
 
@@ -89,3 +92,21 @@ def test_whatever_the_catalog_the_newest_usable_one_is_kept(attempt, data):
     usable = [c.name for c in found if c.usable]
     assert not usable or usable[0] not in plan
     assert not any(c.name in plan for c in found if c.reason == "damaged")
+
+
+class KeepsOne(Disk):
+    """One snapshot is another user's: nothing of it is removed."""
+
+    def remove(self, path):
+        if "s2~1.2" in path.parts:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        super().remove(path)
+
+
+def test_a_snapshot_that_may_not_be_removed_keeps_no_other(tmp_path):
+    place(tmp_path, "s1~1.1", "s2~1.2", "s3~2.1")
+    tier = LocalTier(tmp_path, KeepsOne())
+    gone = [SnapshotName.parse(text) for text in ("s2~1.2", "s1~1.1")]
+    with pytest.raises(TierUnavailable, match="Operation not permitted"):
+        prune(tier, gone, ())
+    assert sorted(path.name for path in (tmp_path / "snapshots").iterdir()) == ["s2~1.2", "s3~2.1"]

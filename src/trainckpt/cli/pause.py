@@ -48,6 +48,7 @@ from trainckpt.process_dump import criu
 from trainckpt.run_directory import run_url
 from trainckpt.run_directory.run_tiers import no_run_at
 from trainckpt.snapshot import attempt_history
+from trainckpt.storage.denied_access import explain, is_denied
 from trainckpt.storage.local import LocalTier
 
 if TYPE_CHECKING:
@@ -243,29 +244,36 @@ def _write(tier: LocalTier, attempt: int, target: Path, data: bytes) -> None:
     temporary = folder / f".tmp-{target.stem}"
     try:
         owner = heartbeat.path_of(tier, attempt).stat()
-        if not folder.is_dir():
-            folder.mkdir(mode=0o700, exist_ok=True)
-            _hand_over(folder, owner, 0o755)
+        if folder.is_dir() and not os.access(folder, os.W_OK):
+            with contextlib.suppress(OSError):  # another user's pause has made it and left it empty
+                folder.rmdir()
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _hand_over(folder, owner, 0o755)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
         _hand_over(temporary, owner, 0o644)
         temporary.rename(target)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        whose = explain("write", target, tier.root)[0] if is_denied(error) else ""
         raise TierUnavailable(
-            f"cannot write the notice {target}: {error.strerror or error}",
+            f"cannot write the notice {target}: {error.strerror or error}{whose}",
             hint="run trainckpt pause as the user of the run",
         ) from error
 
 
 def _hand_over(path: Path, owner: os.stat_result, else_mode: int) -> None:
-    """Give `path` to the run's user; where we may not, let others read it."""
-    if os.name == "nt" or path.stat().st_uid == owner.st_uid:
+    """Give `path` to the run's user; where we may not, let others read it if it is ours."""
+    found = path.stat()
+    if os.name == "nt" or found.st_uid == owner.st_uid:
         return
     try:
         os.chown(path, owner.st_uid, owner.st_gid)
     except OSError:
-        path.chmod(else_mode)
+        if found.st_uid == os.geteuid():
+            path.chmod(else_mode)
 
 
 def _wait(tier: RunTier, live: AttemptRecord, limit_s: float | None) -> AttemptRecord:

@@ -5,7 +5,8 @@ commits.
     judge         no run where one is required: refused before anything is created
     one place?    with several hosts: one writes a token, the others look for it; then the others
                   write theirs. A host that sees a directory of its own creates nothing in it
-    capabilities  rank 0 tries the operations that a commit relies on, once
+    capabilities  rank 0 tries the operations that a commit relies on, once, and whether the run's
+                  folders take files: else a whole training could save nothing
 
 The tokens have random names and are removed again; a dead attempt's leftover does no harm.
 
@@ -29,6 +30,7 @@ from trainckpt.attempt import begun_mark, launch
 from trainckpt.attempt.launch import COMMAND_VARIABLE
 from trainckpt.attempt.log import logger
 from trainckpt.errors import ConfigurationError, NothingToResume, TierUnavailable, TrainckptError
+from trainckpt.format import names
 from trainckpt.preemption import slurm
 from trainckpt.ranks.store import RANKS_TIMEOUT_S, gather_or_raise
 from trainckpt.snapshot import attempt_history
@@ -220,7 +222,10 @@ def _measure(tier: RunTier, rank: int) -> dict[str, Any]:
 
     def measure() -> fs_probe.Capabilities:
         tier.make_folder("")
-        return fs_probe.measure(tier.root, tier.disk)
+        found = fs_probe.measure(tier.root, tier.disk)
+        for folder in (names.ATTEMPTS, names.SNAPSHOTS):  # others may have made them
+            tier.must_take_files(folder)
+        return found
 
     found = answer_within(tier.url, measure)
     broken = found.breaks_commits()

@@ -41,6 +41,7 @@ from trainckpt.snapshot.writer_client import WriterClient, WriterDied
 from trainckpt.state import staging
 from trainckpt.state.captured import VALUES
 from trainckpt.state.staging import TensorsChanged
+from trainckpt.storage.denied_access import is_denied
 from trainckpt.storage.store_errors import is_full
 
 if TYPE_CHECKING:
@@ -510,6 +511,10 @@ class SnapshotCommitter:
         self._background.put(key, message)
 
 
+def _with_hint(error: TrainckptError) -> str:
+    return f"{error.message}; next: {error.hint}" if error.hint else error.message
+
+
 # ---- retention after a commit
 #
 # On rank 0, by a thread that ends when nothing is left to do. The next save begins meanwhile:
@@ -539,6 +544,7 @@ class RetentionWorker:
         self._newest_commit: Manifest | None = None
         self._thread: threading.Thread | None = None
         self._superseded = False
+        self._warned_of: set[str] = set()
         self._followed = FollowedRun(tier, tier, defaults.run)
         # One manifest of this attempt is parsed: unreadable ones delete nothing.
         self._is_readable = False
@@ -572,9 +578,14 @@ class RetentionWorker:
                 self._prune()
                 self._is_readable = self._followed.knows(manifest.name)
             except TrainckptError as error:
-                logger.warning("could not prune old snapshots: %s", error.message)
+                self._warn(_with_hint(error))
             except Exception as error:  # noqa: BLE001 - what is left goes the next time
-                logger.warning("could not prune old snapshots: %r", error)
+                self._warn(repr(error))
+
+    def _warn(self, why: str) -> None:
+        if why not in self._warned_of:  # else each save would say it again
+            self._warned_of.add(why)
+            logger.warning("could not prune old snapshots: %s", why)
 
     def _next(self) -> Manifest | None:
         with self._lock:
@@ -587,8 +598,13 @@ class RetentionWorker:
         if self._is_superseded():
             return  # a newer attempt decides what is kept
         attempts = self._followed.attempts(self._defaults.attempt)
-        for old in old_dumps(self._tier, attempts, self._empty_dumps):
-            remove(self._tier, old)
+        try:
+            for old in old_dumps(self._tier, attempts, self._empty_dumps):
+                remove(self._tier, old)
+        except TierUnavailable as error:
+            if not is_denied(error):
+                raise
+            self._warn(_with_hint(error))  # another user's dumps keep no snapshot
         prune.prune_by_policy(
             self._followed,
             attempts,

@@ -23,9 +23,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainckpt.errors import UnusableSnapshot
+from trainckpt.errors import TierUnavailable, UnusableSnapshot
 from trainckpt.format import names, shard_file
 from trainckpt.snapshot.catalog import ABANDONED, NOT_COMMITTED, Candidate, reached_folders
+from trainckpt.storage.denied_access import is_denied
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -87,12 +88,24 @@ def prune(
         doomed: Snapshots to delete, in this order.
         kept: Files in them to keep, from `kept_files`.
         unless: Nothing more is deleted once it returns True.
+
+    Raises:
+        TierUnavailable: the tier refused. Where it denied one, as it does with files of another
+            user in a sticky directory, the others are deleted all the same.
     """
+    denied: TierUnavailable | None = None
     for name in doomed:
         if unless():
             return
-        tier.remove(f"{name.folder}/{names.MANIFEST}")
-        tier.remove_folder(name.folder, keep=files_in(name, kept))
+        try:
+            tier.remove(f"{name.folder}/{names.MANIFEST}")
+            tier.remove_folder(name.folder, keep=files_in(name, kept))
+        except TierUnavailable as error:
+            if not is_denied(error):
+                raise
+            denied = denied or error
+    if denied is not None:
+        raise denied
 
 
 def prune_by_policy(

@@ -94,7 +94,7 @@ def measure(folder: Path, disk: Disk | None = None) -> Capabilities:
         TierUnavailable: the location refused even an ordinary file.
     """
     scratch, disk = folder / f"{TEMPORARY}{secrets.token_hex(8)}", disk or Disk()
-    with translated("write", scratch):
+    with translated("write", scratch, folder):
         disk.make_folder(scratch)
         try:
             _write(disk, scratch / "file", b"new")
@@ -164,7 +164,10 @@ def _rename(disk: Disk, scratch: Path) -> bool:
 def _create_only(disk: Disk, scratch: Path) -> str:
     def second_fails(first: Callable[[], object]) -> bool:
         def both() -> None:
-            first()
+            try:
+                first()
+            except PermissionError as error:  # a file was just created in this folder
+                raise OSError(errno.ENOTSUP, "not permitted") from error
             with contextlib.suppress(FileExistsError):
                 first()
                 raise OSError(errno.ENOTSUP, "created twice")

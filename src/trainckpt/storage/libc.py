@@ -31,6 +31,23 @@ def libc() -> ctypes.CDLL:
     return library
 
 
+def sync_file_system(path: os.PathLike[str]) -> None:
+    """Put all that was written to the file system of `path` on stable storage.
+
+    For names in a folder that this user may not open.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        syncfs = getattr(libc(), "syncfs", None)
+        if syncfs is None:
+            os.sync()
+        elif syncfs(descriptor):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), os.fspath(path))
+    finally:
+        os.close(descriptor)
+
+
 # ---- disk priority (Linux's ioprio_set)
 #
 # Schedulers with priorities (mq-deadline, BFQ) serve idle requests only when there are no others.

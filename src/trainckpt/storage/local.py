@@ -20,8 +20,9 @@ from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import TierUnavailable, UnusableSnapshot
+from trainckpt.storage.denied_access import DENIED, explain
 from trainckpt.storage.direct_io import NUM_READERS, Direct, FileReader, new_file, read_parts
-from trainckpt.storage.libc import libc
+from trainckpt.storage.libc import libc, sync_file_system
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -41,6 +42,8 @@ _PLAIN = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os
 _READ = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _MOST = 1 << 30  # bytes per call; Linux takes at most 2 GiB
 _UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+# Errors of a reservation that a write would meet too; any other means that there is none here.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 # Errors of an operation the file system does not support; any other error is a fault.
 CANNOT = frozenset(
     (*_UNSUPPORTED, errno.EPERM, errno.EMLINK, errno.ENOLCK, errno.EXDEV, errno.EBADF)
@@ -73,10 +76,10 @@ class Disk:
             return
         while _fallocate(descriptor, 0, 0, num_bytes):
             number = ctypes.get_errno()
-            if number in _UNSUPPORTED:
-                return
-            if number != errno.EINTR:
+            if number in _NO_ROOM:
                 raise OSError(number, os.strerror(number))
+            if number != errno.EINTR:
+                return
 
     def write(self, path: Path, descriptor: int, block: memoryview, first_byte: int) -> None:
         """Write the whole block at its position in the file just created at `path`; any thread.
@@ -241,7 +244,7 @@ class LocalTier:
     def create(self, key: str, data: bytes) -> bool:
         """Create `key` with `data`; return False, and change nothing, if it exists."""
         path = self._path(key)
-        with translated("create", path):
+        with self._translated("create", path):
             self._make_folders(path.parent)
             try:
                 self._create(path, data)
@@ -253,7 +256,7 @@ class LocalTier:
     def size(self, key: str) -> int | None:
         """Return the bytes of `key`; None if it is missing."""
         path = self._path(key)
-        with translated("look at", path):
+        with self._translated("look at", path):
             try:
                 found = path.stat()
             except (FileNotFoundError, NotADirectoryError):
@@ -267,7 +270,7 @@ class LocalTier:
         if self.size(key) is None:
             raise UnusableSnapshot(f"{key} is missing")
         path = self._path(key)
-        with translated("read", path), FileReader(self.disk, path, key, self._direct) as file:
+        with self._translated("read", path), FileReader(self.disk, path, key, self._direct) as file:
             size = file.num_bytes  # of the open file, even if another replaces it meanwhile
             if size > max_bytes:
                 raise UnusableSnapshot(f"{key} has {size} bytes, more than {max_bytes}")
@@ -293,13 +296,13 @@ class LocalTier:
     def opened(self, key: str) -> Iterator[FileReader]:
         """Open the file of `key` for many reads, on any thread. Errors as `read_parts`."""
         path = self._path(key)
-        with translated("read", path), FileReader(self.disk, path, key, self._direct) as file:
+        with self._translated("read", path), FileReader(self.disk, path, key, self._direct) as file:
             yield file
 
     def list(self, folder: str) -> list[str]:
         """Return the names in `folder`, sorted, without temporary ones; empty if there is none."""
         path = self._path(folder)
-        with translated("list", path):
+        with self._translated("list", path):
             try:
                 found = sorted(entry.name for entry in path.iterdir())
             except FileNotFoundError:
@@ -309,7 +312,7 @@ class LocalTier:
     def remove(self, key: str) -> None:
         """Remove `key`; durable on return."""
         path = self._path(key)
-        with translated("remove", path), contextlib.suppress(FileNotFoundError):
+        with self._translated("remove", path), contextlib.suppress(FileNotFoundError):
             self.disk.remove(path)
             self.disk.sync_folder(path.parent)
 
@@ -320,7 +323,7 @@ class LocalTier:
         system counts, also where it was once set ahead.
         """
         path = self._path(folder)
-        with translated("remove", path), contextlib.suppress(FileNotFoundError):
+        with self._translated("remove", path), contextlib.suppress(FileNotFoundError):
             now_s = self._path(fresh).lstat().st_mtime
             for entry in path.iterdir():
                 is_old = now_s - entry.lstat().st_mtime > STALE_S
@@ -330,13 +333,20 @@ class LocalTier:
     def make_folder(self, folder: str) -> tuple[Path, ...]:
         """Make `folder` durably ("" is the tier's root); return the folders made, top first."""
         path = self._path(folder)
-        with translated("create", path):
+        with self._translated("create", path):
             return self._make_folders(path)
+
+    def must_take_files(self, folder: str) -> None:
+        """Try to create a file in `folder`, if there is one; raise `TierUnavailable` if denied."""
+        path = self._path(f"{folder}/{TEMPORARY}{secrets.token_hex(8)}")
+        with self._translated("write", path), contextlib.suppress(FileNotFoundError):
+            os.close(self.disk.create(path))
+            self.disk.remove(path)
 
     def remove_folder(self, folder: str, keep: Collection[str] = ()) -> None:
         """Remove the files in `folder` except those in `keep`; without any, the folder too."""
         path = self._path(folder)
-        with translated("remove", path), contextlib.suppress(FileNotFoundError):
+        with self._translated("remove", path), contextlib.suppress(FileNotFoundError):
             entries = sorted(path.iterdir())
             for entry in entries:
                 if entry.name not in keep:
@@ -347,10 +357,13 @@ class LocalTier:
     def clear_unfinished(self, folder: str) -> None:
         """Delete remains in `folder` of new bytes for existing files."""
         path = self._path(folder)
-        with translated("remove", path), contextlib.suppress(FileNotFoundError):
+        with self._translated("remove", path), contextlib.suppress(FileNotFoundError):
             for entry in sorted(path.iterdir()):
                 if entry.name.startswith(UNFINISHED):
                     self.disk.remove(entry)
+
+    def _translated(self, verb: str, path: Path) -> contextlib.AbstractContextManager[None]:
+        return translated(verb, path, self.root)
 
     def _path(self, key: str) -> Path:
         return self.root.joinpath(*key_parts(key))
@@ -365,7 +378,10 @@ class LocalTier:
             with contextlib.suppress(FileExistsError):
                 self.disk.make_folder(folder)
             # Even if another rank made it: the file must not become durable before its folder.
-            self.disk.sync_folder(folder.parent)
+            try:
+                self.disk.sync_folder(folder.parent)
+            except PermissionError:  # it may be written and not read, such as one of mode 1733
+                sync_file_system(folder)
             self._is_durable(folder)
         for folder in [path, *path.parents]:
             if not folder.is_relative_to(self.root):
@@ -387,7 +403,7 @@ class LocalTier:
     def _writing(self, key: str) -> Iterator[Path]:
         """Make the folder of a key before the block, and its new name durable after it."""
         path = self._path(key)
-        with translated("write", path):
+        with self._translated("write", path):
             self._make_folders(path.parent)
             yield path
             self.disk.sync_folder(path.parent)
@@ -416,7 +432,8 @@ class LocalTier:
                 self.disk.link(temporary, path)
                 return
             except OSError as error:
-                if error.errno not in CANNOT:
+                # EACCES too: a file was just created in this folder.
+                if error.errno not in CANNOT and error.errno != errno.EACCES:
                     raise
         # Without hard links: exclusive, but a crash may leave an empty file. Readers of records
         # take it for an unfinished claim.
@@ -434,8 +451,11 @@ class LocalTier:
 
 
 @contextlib.contextmanager
-def translated(verb: str, path: Path) -> Iterator[None]:
-    """Turn errors of system calls in the block into this package's errors, with a hint."""
+def translated(verb: str, path: Path, root: Path | None = None) -> Iterator[None]:
+    """Turn errors of system calls in the block into this package's errors, with a hint.
+
+    `root`: directory of the run that the path belongs to.
+    """
     try:
         yield
     except FileNotFoundError as error:
@@ -443,12 +463,11 @@ def translated(verb: str, path: Path) -> Iterator[None]:
             raise _no_folder(verb, path) from error
         raise UnusableSnapshot(f"cannot {verb} {path}: it is missing") from error
     except OSError as error:
-        why, denied = (
-            error.strerror or str(error),
-            f"make {path} readable and writable for this user",
-        )
+        why = error.strerror or str(error)
+        if error.errno in DENIED:
+            whose, hint = explain(verb, path, root)
+            raise TierUnavailable(f"cannot {verb} {path}: {why}{whose}", hint=hint) from error
         hint = {
-            **dict.fromkeys((errno.EACCES, errno.EPERM), denied),
             errno.ENOSPC: f"free space on the file system of {path}",
             errno.EDQUOT: f"free space within the quota that holds {path}",
             errno.ENOTDIR: "name a directory: a file lies at this path, or above it",

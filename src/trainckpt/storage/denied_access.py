@@ -1,0 +1,83 @@
+"""Say which file or folder denies access to this user, whose it is, and what to type.
+
+A denied call names only the path it was given: a file that may not even exist. What denies it is a
+folder above it that may not be searched, the folder that would change, or the file itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DENIED = frozenset((errno.EACCES, errno.EPERM))
+READING = ("look at", "read", "list")  # verbs of calls that change no folder
+
+
+def is_denied(error: BaseException) -> bool:
+    """Return True if a call was denied to this user; the error may have the system's as a cause."""
+    found = error if isinstance(error, OSError) else error.__cause__
+    return isinstance(found, OSError) and found.errno in DENIED
+
+
+def explain(verb: str, path: Path, root: Path | None = None) -> tuple[str, str]:
+    """Return who owns what denied the call, "" if unknown, and the next thing to type.
+
+    Args:
+        verb, path: As in the error.
+        root: Directory of the run, if the path belongs to one: all of it has one owner.
+    """
+    at = _denying(verb, path)
+    with contextlib.suppress(OSError, ImportError, AttributeError):  # also: not a POSIX system
+        found, me = at.stat(), os.geteuid()
+        mode = stat.S_IMODE(found.st_mode)
+        owner, this = _user(found.st_uid), _user(me)
+        is_inside = root is not None and at.is_relative_to(root)
+        whole = root if is_inside and root is not None else at
+        why = f" ({at} belongs to {owner}, mode {mode:04o}; this is {this})"
+        if found.st_uid == me and not _may(at, _needed(verb, at)):
+            return why, f"chmod -R u+rwX {whole}"
+        if found.st_uid == me:
+            return why, f"see why the file system refuses {this}: {at} permits it"
+        if not is_inside and not _may(at, os.X_OK):
+            return why, f"start it as {owner}, or open the way: chmod o+x {at}, as {owner}"
+        return why, f"start it as {owner}, or hand it over, as root: chown -R {this} {whole}"
+    return "", f"make {at} readable and writable for this user"
+
+
+def _denying(verb: str, path: Path) -> Path:
+    """Return the highest folder on the way that may not be searched, else what the call needs."""
+    nearest = path
+    for folder in reversed(path.parents):
+        if not os.path.lexists(folder):
+            break
+        nearest = folder
+        if not _may(folder, os.X_OK):
+            return folder
+    if verb in READING and os.path.lexists(path):
+        return path
+    return nearest
+
+
+def _needed(verb: str, at: Path) -> int:
+    if verb in READING:
+        return os.R_OK | (os.X_OK if at.is_dir() else 0)
+    return os.W_OK | os.X_OK
+
+
+def _may(path: Path, mode: int) -> bool:
+    own = {"effective_ids": True} if os.access in os.supports_effective_ids else {}
+    return os.access(path, mode, **own)
+
+
+def _user(number: int) -> str:
+    import pwd
+
+    with contextlib.suppress(KeyError):
+        return pwd.getpwuid(number).pw_name
+    return str(number)
