@@ -57,7 +57,7 @@ from trainckpt.save.checks import UntrackedOptimizers, check_storable
 from trainckpt.save.estimates import SaveEstimator, Timings
 from trainckpt.save.schedule import SaveRequests
 from trainckpt.start_attempt import Attempt, RankContext, start_attempt
-from trainckpt.state import script_randomness, script_variables
+from trainckpt.state import autocast_cache, script_randomness, script_variables
 from trainckpt.state.registry import Registry
 from trainckpt.state.script_randomness import EarlyDraws
 from trainckpt.stop.hard_exit import HardExit
@@ -115,6 +115,7 @@ class Checkpointer:
         self._registry = registry = Registry(
             has_peers=has_peers, choices=choice_by_kind(self.options.changed)
         )
+        self._autocast_cache = autocast_cache.AutocastCache(registry)
         self._hooks, self._timings, self._requests = Hooks(), Timings(self._times), SaveRequests()
         estimator = SaveEstimator(self.options, registry, self._timings)
         self._files = tracked_files(registry, run)
@@ -472,6 +473,7 @@ class Checkpointer:
         to_compare = (
             self._phased_restore.under_way or attempt.report.is_awaited or self._counted_windows
         )
+        self._look_at_autocast()
         if self._storable_check_due or to_compare or self._recorder is not None:
             with gc_paused():
                 self._boundary_near_start(
@@ -510,6 +512,10 @@ class Checkpointer:
         if self._gate.has_skipped():
             self._requests.fail_skipped(self._gate.skipped())
         return True
+
+    def _look_at_autocast(self) -> None:
+        if self._autocast_cache.outlives_step(self._position.step):
+            self._note([Restored("autocast", How.NOT_KEPT, autocast_cache.REASON)])
 
     def _at_window_end(self, attempt: Attempt) -> None:
         if attempt.survival is not None:

@@ -74,13 +74,15 @@ class Counter:
         self.seen = state["seen"]
 
 
-def fresh(accumulate=ACCUMULATE, fsdp=False, **data):
+def fresh(accumulate=ACCUMULATE, fsdp=False, mixed=None, windows=None, **data):
     """An Accelerator as in a new process; its state is kept by the classes.
 
     Args:
         accumulate: Micro-batches a window.
         fsdp: Shard the model by FSDP2. Accelerate takes it for GPUs alone, and trains with DDP on
             CPUs without a word; there it is told that it may. What follows is its own code.
+        mixed: Precision of Accelerate's autocast.
+        windows: Options of the GradientAccumulationPlugin.
         data: Options of Accelerate's DataLoaderConfiguration.
     """
     AcceleratorState._reset_state()
@@ -90,7 +92,10 @@ def fresh(accumulate=ACCUMULATE, fsdp=False, **data):
         cpu=not on_gpu,
         fsdp_plugin=sharding() if on_gpu else None,
         dataloader_config=DataLoaderConfiguration(**data),
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulate),
+        mixed_precision=mixed,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=accumulate, **(windows or {})
+        ),
     )
     if fsdp and not on_gpu:
         accelerator.state.fsdp_plugin = sharding()
@@ -116,7 +121,7 @@ class Training:
         own: Options of the DataLoader.
         kind: Of the training data.
         judging: Options of the evaluation's DataLoader.
-        data: Options of Accelerate's DataLoaderConfiguration, and `fsdp`.
+        data: Options of Accelerate's DataLoaderConfiguration, `fsdp`, `mixed` and `windows`.
     """
 
     def __init__(

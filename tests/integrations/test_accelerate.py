@@ -47,10 +47,11 @@ def test_a_stop_at_any_place_of_window_and_epoch_ends_as_the_run_without_us(tmp_
         {"use_seedable_sampler": True},
         {"own": {"drop_last": True}, "items": 23},
         {"accumulate": 1, "split_batches": True, "non_blocking": True},
+        {"mixed": "bf16", "windows": {"sync_with_dataloader": False}},
         {"workers": 2, "items": 12},
         {"workers": 2, "items": 12, "own": {"persistent_workers": True}},
     ],
-    ids=["seedable", "drop last", "split", "workers", "persistent workers"],
+    ids=["seedable", "drop last", "split", "bf16", "workers", "persistent workers"],
 )
 @pytest.mark.parametrize("stop", [pytest.param(3, marks=pytest.mark.long), 8])
 def test_every_kind_of_loader_goes_on_where_it_was(tmp_path, stop, how):
@@ -101,6 +102,19 @@ def test_another_accumulation_is_said_once_and_not_called_bitwise(tmp_path, capl
         other = ["same data, not bitwise: accelerator", "gradient_accumulation_steps was 4, is 2"]
         assert told_of(tmp_path, caplog, strike_at=7, accumulate=2) == other
         assert told_of(tmp_path, caplog, strike_at=8, accumulate=2) == ["bitwise"]
+
+
+def test_another_precision_and_other_windows_are_said_and_not_called_bitwise(tmp_path, caplog):
+    half = {"mixed": "bf16", "windows": {"sync_with_dataloader": False}}
+    with caplog.at_level("INFO", "trainckpt"):
+        told_of(tmp_path, caplog, strike_at=5)
+        found = told_of(tmp_path, caplog, strike_at=6, **half)
+        assert found[0] == "same data, not bitwise: accelerator"
+        assert set("; ".join(found[1:]).split("; ")) == {
+            "mixed_precision was no, is bf16",
+            "sync_with_dataloader was True, is False",
+        }
+        assert told_of(tmp_path, caplog, strike_at=7, **half) == ["bitwise"]
 
 
 def test_an_accumulation_that_the_script_sets_as_it_trains_is_no_other_one(tmp_path, caplog):
@@ -250,6 +264,43 @@ def test_ranks_that_would_get_different_numbers_of_batches_are_refused(tmp_path)
     training.accelerator._dataloaders.append(uneven)
     with trainckpt.accelerate.attach(training.accelerator, tmp_path) as ckpt:
         refused(lambda: ckpt.loader(uneven), "different numbers of batches", "even_batches=True")
+
+
+def dealt_unevenly(training, items, ranks, **how):
+    """A loader of the first of so many ranks, which the Accelerator knows."""
+    from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
+
+    data = accelerate_training.Noisy(items)
+    batches = DataLoader(data, 4).batch_sampler
+    dealt = BatchSamplerShard(batches, ranks, 0, **how)
+    shard = DataLoaderShard(data, batch_sampler=dealt)
+    training.accelerator._dataloaders.append(shard)
+    return shard
+
+
+@pytest.mark.parametrize(
+    ("items", "ranks", "uneven"), [(21, 2, True), (22, 2, True), (23, 2, False), (24, 2, False)]
+)
+def test_split_batches_of_which_a_rank_gets_no_part_are_refused(tmp_path, items, ranks, uneven):
+    """Accelerate says the same length of every rank there."""
+    training = Training()
+    shard = dealt_unevenly(training, items, ranks, split_batches=True, even_batches=False)
+    with trainckpt.accelerate.attach(training.accelerator, tmp_path) as ckpt:
+        if uneven:
+            refused(lambda: ckpt.loader(shard), "(['5', '6'])", "even_batches=True")
+        else:
+            assert len(ckpt.loader(shard)) == 6
+
+
+def test_a_loader_that_is_dealt_unevenly_from_its_next_pass_on_is_refused_there(tmp_path):
+    """As join_uneven_inputs(even_batches=False) deals it."""
+    training = Training()
+    shard = dealt_unevenly(training, 20, 2)
+    with trainckpt.accelerate.attach(training.accelerator, tmp_path) as ckpt:
+        loader = ckpt.loader(shard)
+        assert len(list(loader)) == 3
+        shard.batch_sampler.even_batches = False
+        refused(lambda: next(iter(loader)), "different numbers of batches", "join_uneven_inputs")
 
 
 def test_another_model_is_refused_with_every_difference(tmp_path):

@@ -114,6 +114,7 @@ HOW = {
     "validation in mid-epoch": lambda: {"val_check_interval": 3},
     "sanity check": lambda: {"num_sanity_val_steps": 2},
     "bf16": lambda: {"precision": "bf16-mixed"},
+    "weights in bf16": lambda: {"precision": "bf16-true"},
     "max_steps in mid-epoch": lambda: {"max_epochs": -1, "max_steps": 7},
     "gradients clipped": lambda: {"gradient_clip_val": 0.1},
     "limits": lambda: {"limit_train_batches": 7, "limit_val_batches": 1},
@@ -137,6 +138,22 @@ def test_another_accumulation_is_said_and_gone_on_with(tmp_path, caplog, at):
     other = ["same data, not bitwise: trainer", "accumulate_grad_batches was 4, is 2"]
     assert exactness(caplog) == other
     fit(tmp_path, stop=StopAt(at + 2), accumulate_grad_batches=2)
+    assert exactness(caplog) == ["restored, compared after the first batch"]
+
+
+def test_another_precision_and_other_clipping_are_said_and_gone_on_with(tmp_path, caplog):
+    caplog.set_level("INFO", logger="trainckpt")
+    half = {"precision": "bf16-mixed", "gradient_clip_val": 0.1}
+    fit(tmp_path, stop=StopAt(5))
+    assert exactness(caplog) == []
+    fit(tmp_path, stop=StopAt(6), **half)
+    word, *reasons = exactness(caplog)
+    assert word == "same data, not bitwise: trainer"
+    assert set("; ".join(reasons).split("; ")) == {
+        "precision was 32-true, is bf16-mixed",
+        "gradient_clip_val was None, is 0.1",
+    }
+    fit(tmp_path, stop=StopAt(7), **half)
     assert exactness(caplog) == ["restored, compared after the first batch"]
 
 

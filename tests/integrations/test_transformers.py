@@ -57,9 +57,10 @@ def test_a_stop_at_any_place_of_window_and_epoch_ends_as_the_run_without_us(tmp_
     [
         {"train_sampling_strategy": "group_by_length", "eval_strategy": "epoch"},
         {"dataloader_num_workers": 2, "items": 12},
+        {"bf16": True, "bf16_full_eval": True, "optim": "adamw_torch_fused"},
         {"max_steps": 4, "data_seed": 5, "logging_strategy": "epoch", "eval_on_start": True},
     ],
-    ids=["by length", "workers", "max steps"],
+    ids=["by length", "workers", "bf16", "max steps"],
 )
 @pytest.mark.parametrize("stop", [*long(3), 5])
 def test_every_kind_of_training_goes_on_where_it_was(tmp_path, how, stop):

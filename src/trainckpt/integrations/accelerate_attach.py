@@ -39,6 +39,7 @@ _RELIED = (
 )
 _MADE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "step")
 _ACCUMULATE = "gradient_accumulation_steps"
+_WINDOWS = ("sync_with_dataloader", "sync_each_batch", "adjust_scheduler")  # of a plugin
 _NEVER = {
     "DEEPSPEED": "use FSDP2 (fsdp_version=2), or deepspeed.initialize with a plain Checkpointer "
     "(docs/deepspeed.md), or DeepSpeed's own save_checkpoint",
@@ -94,8 +95,8 @@ class AcceleratorState:
 
     It has the phase of the window, skipped steps, the number of its next own checkpoint, and a
     trigger set but not checked. For untracked prepared loaders (an evaluation's) it has their epoch
-    and generators. It also has the `gradient_accumulation_steps` when attached: scripts may change
-    it by the epoch, and again after a resume.
+    and generators. It also has the `gradient_accumulation_steps` when attached, since scripts may
+    change it by the epoch, and again after a resume, and other settings that change the numbers.
 
     Args:
         accelerator: The Accelerator.
@@ -129,6 +130,7 @@ class AcceleratorState:
             "checkpoints": accelerator.project_configuration.iteration,
             "trigger": accelerator.flag_tensor,
             _ACCUMULATE: self._accumulate,
+            "settings": self._settings(),
             "tracked": tracked,
             "loaders": {
                 str(i): {
@@ -155,10 +157,21 @@ class AcceleratorState:
         ]
 
     def __trainckpt_problems__(self, saved: dict[str, Any]) -> list[str]:
-        # an older snapshot does not know it
-        then, now = saved.get(_ACCUMULATE, self._accumulate), self._accumulate
-        other = [f"{_ACCUMULATE} was {then}, is {now}"] if then != now else []
+        now = {_ACCUMULATE: self._accumulate, **self._settings()}
+        # an older snapshot does not know all of them
+        then = {**now, **saved.get("settings", {})}
+        then[_ACCUMULATE] = saved.get(_ACCUMULATE, self._accumulate)
+        other = [f"{n} was {then[n]}, is {value}" for n, value in now.items() if then[n] != value]
         return self.problems(saved["tracked"]) + other
+
+    def _settings(self) -> dict[str, Any]:
+        accelerator = self._accelerator
+        windows = {name: getattr(accelerator.gradient_state, name, None) for name in _WINDOWS}
+        return {
+            "mixed_precision": str(accelerator.mixed_precision),
+            "step_scheduler_with_optimizer": bool(accelerator.step_scheduler_with_optimizer),
+            **{name: bool(value) for name, value in windows.items() if value is not None},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state."""

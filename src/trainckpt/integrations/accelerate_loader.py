@@ -93,8 +93,13 @@ class ShardReader:
         self.shard = shard
 
     def read(self, open_it: Callable[[], Iterator[Any]], *, resumed: bool) -> Iterator[Any]:
-        """Yield one pass. A resumed pass does not synchronize generators: they already agree."""
+        """Yield one pass. A resumed pass does not synchronize generators: they already agree.
+
+        Raises:
+            ConfigurationError: `join_uneven_inputs` divides it unevenly by now.
+        """
         shard = self.shard
+        _refuse_uneven(shard, "the loader")
         under, rng_types = shard.base_dataloader, shard.rng_types
 
         def opened() -> Iterator[Any]:
@@ -214,9 +219,20 @@ def _refuse_uneven(shard: Any, name: str) -> None:
     for rank in range(dealt.num_processes):
         other.process_index = rank
         lengths.add(length(other))
+    if dealt.split_batches and not dealt.drop_last:  # its length is the same for all, and wrong
+        lengths |= {len(dealt) - int(misses) for misses in _miss_last_part(dealt)}
     if len(lengths) > 1:
         raise ConfigurationError(
             f"{name} gives the processes different numbers of batches "
             f"({sorted(map(str, lengths))}), so some would wait for others at a stop",
-            hint="leave even_batches=True, or use drop_last=True",
+            hint="leave even_batches=True, also in join_uneven_inputs, or use drop_last=True",
         )
+
+
+def _miss_last_part(dealt: Any) -> list[bool]:
+    """Return for each process whether it gets no part of the last, shorter batch."""
+    samples = length(getattr(dealt.batch_sampler, "sampler", None))
+    if samples is None or not dealt.batch_size:
+        return []  # a batch sampler of another kind
+    last, part = samples % dealt.batch_size, dealt.batch_size // dealt.num_processes
+    return [0 < last <= part * rank for rank in range(dealt.num_processes)]

@@ -37,6 +37,16 @@ if TYPE_CHECKING:
 
 
 _METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+# Arguments of the Trainer that change the numbers of a training; the script's new value applies.
+_SETTINGS = (
+    "precision",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+    "limit_train_batches",
+    "limit_val_batches",
+    "val_check_interval",
+    "check_val_every_n_epoch",
+)
 
 
 class LoopState:
@@ -47,6 +57,7 @@ class LoopState:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._accumulate = _accumulation(trainer)
+        self._settings = _settings(trainer)
         self._loads = 0
         self._progress = part_of(trainer, "loops.progress")._BaseProgress
         self._loop = part_of(trainer, "loops.loop")._Loop
@@ -62,16 +73,20 @@ class LoopState:
             "should_stop": trainer.should_stop,
             "accumulate": trainer.accumulate_grad_batches,
             "accumulate_configured": self._accumulate,
+            "settings": self._settings,
             "first_iteration": connector._first_loop_iter,
             "metrics": {name: dict(getattr(connector, name)) for name in _METRICS},
             "results": [_read_result(*item) for item in fit.epoch_loop._results.items()],
         }
 
     def __trainckpt_problems__(self, saved: dict[str, Any]) -> list[str]:
-        if self._accumulates_as(saved):
-            return []
-        then, now = _shown(saved["accumulate_configured"]), _shown(self._accumulate)
-        return [f"accumulate_grad_batches was {then}, is {now}"]
+        then, now = saved.get("settings", {}), self._settings
+        changed = [name for name in now if name in then and then[name] != now[name]]
+        found = [f"{name} was {then[name]}, is {now[name]}" for name in changed]
+        if not self._accumulates_as(saved):
+            old, new = _shown(saved["accumulate_configured"]), _shown(self._accumulate)
+            found.append(f"accumulate_grad_batches was {old}, is {new}")
+        return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Enter at the first call; arrive at the second.
@@ -137,6 +152,12 @@ def _accumulation(trainer: Any) -> dict[str, int]:
     plans = [c for c in trainer.callbacks if is_a(c, "GradientAccumulationScheduler")]
     plan = plans[-1].scheduling if plans else {0: trainer.accumulate_grad_batches}
     return {str(epoch): int(plan[epoch]) for epoch in sorted(plan)}
+
+
+def _settings(trainer: Any) -> dict[str, Any]:
+    found = {name: getattr(trainer, name, None) for name in _SETTINGS}
+    plain = (type(None), bool, int, float)
+    return {name: v if isinstance(v, plain) else str(v) for name, v in found.items()}
 
 
 def _shown(plan: dict[str, int]) -> str:
