@@ -101,7 +101,13 @@ class Checkpointer:
         self.options = read_options(
             {n: keywords.pop(n, None) for n in TABLE if may_be_option(n, keywords.get(n))}
         )
-        keywords = dict(**self._trainer_objects(), **keywords)
+        own = self._trainer_objects()
+        if taken := sorted(own.keys() & keywords.keys()):
+            raise ConfigurationError(
+                f"{', '.join(taken)}: an object of the Trainer is tracked under this name already",
+                hint="leave it out, or choose another keyword for an object of your own",
+            )
+        keywords = {**own, **keywords}
         shield_all_loaders()
         self._tier = run_url.open_run_tier(run)
         slower = open_slower(self.options.tiers, self.options.durable, self._tier)

@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 
 from trainckpt import Checkpointer
+from trainckpt.errors import ConfigurationError
 from trainckpt.integrations.lightning_callback import TrainerCheckpointer
 
 
@@ -27,6 +28,11 @@ def by_a_script(run, accuracy, **options):
 def by_a_trainer(run, accuracy, **options):
     tracked = {"model": nn.Linear(2, 2), "metrics": accuracy}
     return TrainerCheckpointer(run, tracked, {"metrics": f"textfile:{run.parent}", **options})
+
+
+def test_a_name_of_the_trainers_own_objects_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="metrics: an object of the Trainer"):
+        by_a_trainer(tmp_path / "run", Accuracy(), metrics=Accuracy())
 
 
 @pytest.mark.parametrize("make", [by_a_script, by_a_trainer])

@@ -75,6 +75,9 @@ def endless():
 
 
 REFUSED = {
+    "metrics: an object of the Trainer is tracked under this name": lambda: {
+        "options": {"metrics": Forgetful()},
+    },
     "has 2 TrainckptCallbacks": lambda: {"callbacks": [TrainckptCallback("elsewhere")]},
     "StochasticWeightAveraging changes": lambda: {"callbacks": [StochasticWeightAveraging(0.1)]},
     "Thawing changes": lambda: {"callbacks": [Thawing()]},

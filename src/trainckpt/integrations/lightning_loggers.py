@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.log import logger
-from trainckpt.attempt.options import TABLE, read_options
+from trainckpt.attempt.options import TABLE, may_be_option, read_options
 from trainckpt.attempt.wandb_run import discard
 from trainckpt.errors import ConfigurationError, TrainckptError
 from trainckpt.integrations.lightning_compat import is_a
@@ -38,8 +38,8 @@ def keep_versions(
     In a copied run directory they begin anew: the versions are those of the original.
     """
     with_versions = [one for one in trainer.loggers if is_a(one, *_WITH_VERSIONS)]
-    is_new = read_options({name: options.get(name) for name in TABLE}).resume == "never"
-    if not with_versions or is_new:
+    given = {name: options.get(name) for name in TABLE if may_be_option(name, options.get(name))}
+    if not with_versions or read_options(given).resume == "never":
         return
     with suppress(TrainckptError):  # the Checkpointer meets it too, and raises it
         tier = open_run_tier(run)
