@@ -123,10 +123,15 @@ def sample(tensors: Sequence[torch.Tensor], number: int, known: str = "") -> str
     """
     state, count = xxhash.xxh3_128(known.encode()), min(SAMPLED_TENSORS, len(tensors))
     chosen = [tensors[(number * count + n) % len(tensors)] for n in range(count)]
+    parts = []
     for tensor in chosen:
         flat = tensor.detach().reshape(-1).view(torch.uint8)
         first = number * SAMPLED_BYTES % max(min(len(flat), PAGE_BYTES) - SAMPLED_BYTES, 1)
-        state.update(bytes_of(flat[first : first + SAMPLED_BYTES].cpu()))
+        parts.append(flat[first : first + SAMPLED_BYTES])
+    if len({part.device for part in parts}) == 1:  # a GPU answers once
+        parts = [torch.cat(parts)]
+    for part in parts:
+        state.update(bytes_of(part.cpu()))
     return state.hexdigest()
 
 
