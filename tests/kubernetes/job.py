@@ -1,9 +1,9 @@
 """The example as it is, but slow enough to be stopped while the file `slow` is there.
 
 PAUSE_S seconds pass after each micro-batch, from the PACED_FROM-th of the process on. After the
-FAIL_AT-th micro-batch of a process it fails, by an `exception` or by taking `memory` until it is
-killed, as FAIL_BY says: once in a run, or at each start with FAIL_ALWAYS. While the file
-`slow-disk` is there, each write of a shard takes a minute.
+FAIL_AT-th micro-batch of a process, and the commit of the step before it, the process fails, by an
+`exception` or by taking `memory` until it is killed, as FAIL_BY says: once in a run, or at each
+start with FAIL_ALWAYS. While the file `slow-disk` is there, each write of a shard takes a minute.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 SLOW_DISK = "slow-disk"
+MICRO_BATCHES = 3  # of a step
+COMMITTED_WITHIN_S = 60.0
 
 
 def fail_at(wanted: int, how: str, *, always: bool) -> None:
@@ -33,6 +35,7 @@ def fail_at(wanted: int, how: str, *, always: bool) -> None:
             return
         failed = trace.folder.parent / "failed"
         if always or not failed.exists():
+            wait_for_commit(trace.folder.parent / "run", (wanted - 1) // MICRO_BATCHES)
             failed.touch()
             if how == "exception":
                 raise RuntimeError("a batch is broken")
@@ -41,6 +44,15 @@ def fail_at(wanted: int, how: str, *, always: bool) -> None:
                 taken.append(b"x" * (1 << 24))
 
     Trace.micro_batch = record_and_fail
+
+
+def wait_for_commit(run: Path, step: int) -> None:
+    """Wait until the snapshot of this step is committed."""
+    until_s = time.monotonic() + COMMITTED_WITHIN_S
+    while step and not [*run.glob(f"snapshots/s{step}~*/manifest.json")]:
+        if time.monotonic() > until_s:
+            raise TimeoutError(f"step {step} is not committed")
+        time.sleep(0.01)
 
 
 def slow_down_shards() -> None:
