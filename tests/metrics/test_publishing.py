@@ -328,6 +328,16 @@ def test_two_runs_of_one_name_have_two_files_and_no_name_leaves_the_folder():
     assert names[0].startswith("trainckpt-gpt-")
 
 
+@pytest.mark.parametrize("name", [b'a"b\\n{c}', "é\n y".encode(), b"z\xff"])
+def test_a_place_of_any_name_is_a_label_and_a_file(tmp_path, caplog, name):
+    run, parts = tmp_path / os.fsdecode(name), tracked()
+    with Checkpointer(run, every="never", metrics=f"textfile:{tmp_path}", **parts) as ckpt:
+        step(ckpt, parts)
+    found = Values(prom_file(tmp_path, run).read_text())
+    assert found.run[0] == str(run).encode(errors="backslashreplace").decode()
+    assert warnings(caplog) == []
+
+
 # ---- what goes wrong is counted
 
 

@@ -150,7 +150,8 @@ def _hint_for_folder(folder: Path, code: int | None) -> str:
 def prom_file_name(run: str) -> str:
     """Return the name of a run's file: two runs of one name have different ones."""
     words = re.sub(r"[^A-Za-z0-9_-]+", "-", run.rstrip("/").rpartition("/")[2])[:NAME_LENGTH]
-    return f"trainckpt-{words}-{hashlib.sha256(run.encode()).hexdigest()[:8]}.prom"
+    digest = hashlib.sha256(run.encode(errors="surrogateescape")).hexdigest()
+    return f"trainckpt-{words}-{digest[:8]}.prom"
 
 
 # ---- the endpoint

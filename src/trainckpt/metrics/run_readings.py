@@ -104,8 +104,9 @@ class RunReadings:
     @property
     def labels(self) -> dict[str, str]:
         """Return the labels of all values."""
-        record = self._record_writer.record
-        return {RUN: redact_text(self._tier.url), ATTEMPT: str(record.attempt)}
+        run, attempt = redact_text(self._tier.url), self._record_writer.record.attempt
+        # Paths may hold bytes that are no text; labels may not.
+        return {RUN: run.encode(errors="backslashreplace").decode(), ATTEMPT: str(attempt)}
 
     @property
     def begun_unix_s(self) -> float:
