@@ -8,6 +8,7 @@ import stat
 
 import pytest
 
+from trainckpt.attempt.options import read_options
 from trainckpt.errors import TrainckptError
 from trainckpt.storage.local import LocalTier
 
@@ -100,6 +101,8 @@ def test_ones_own_closed_folder_is_opened_by_chmod(place):
     run = folder(place / "run", NOBODY, 0o500)
     said = as_nobody(lambda: LocalTier(run).replace("a", b""))
     assert f"next: chmod -R u+rwX {run}" in said
+    said = as_nobody(lambda: LocalTier(run / "inner").make_folder(""))
+    assert f"next: chmod u+rwx {run}" in said
 
 
 def test_another_users_file_in_a_sticky_folder_is_not_removed_and_its_owner_named(place):
@@ -127,3 +130,24 @@ def test_a_folder_of_the_run_that_takes_no_file_is_found_before_anything_is_trai
     os.chown(run / "snapshots", NOBODY, NOBODY)
     assert as_nobody(lambda: LocalTier(run).must_take_files("snapshots")) == "None"
     assert list((run / "snapshots").iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o711])
+def test_a_folder_above_that_takes_no_run_is_left_to_its_owner(place, mode):
+    """Never is handed over what may hold the files of others."""
+    above = folder(place / "scratch", OTHER, mode)
+    said = as_nobody(lambda: LocalTier(above / "run").make_folder(""))
+    assert f"({above} belongs to {OTHER}, mode {mode:04o}; this is nobody)" in said
+    made = f"mkdir {above}/run; chown nobody {above}/run"
+    assert (
+        f"next: name a place that nobody may write to, or have it made, as {OTHER}: {made}" in said
+    )
+    assert "-R" not in said
+
+
+def test_a_working_directory_below_a_closed_folder_is_a_refusal_and_no_crash(place, monkeypatch):
+    """Options may be there, and are not to be passed over."""
+    inner = folder(place / "closed", OTHER, 0o700) / "inner"
+    inner.mkdir()
+    monkeypatch.chdir(inner)
+    assert "trainckpt.toml is not readable: [Errno 13]" in as_nobody(lambda: read_options({}))

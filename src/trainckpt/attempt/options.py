@@ -303,12 +303,15 @@ def _one_of(*words: str) -> Callable[[Any], str]:
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
     try:
+        if not path.is_file():  # raises where a folder above may not be searched
+            return {}
         values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{path} is not readable: {error}") from error
+        raise ConfigurationError(
+            f"{path} is not readable: {error}",
+            hint="mend it, or start in another working directory",
+        ) from error
     unknown = sorted(values.keys() - TABLE.keys())
     if unknown:
         raise ConfigurationError(

@@ -38,16 +38,24 @@ def explain(verb: str, path: Path, root: Path | None = None) -> tuple[str, str]:
         mode = stat.S_IMODE(found.st_mode)
         owner, this = _user(found.st_uid), _user(me)
         is_inside = root is not None and at.is_relative_to(root)
-        whole = root if is_inside and root is not None else at
         why = f" ({at} belongs to {owner}, mode {mode:04o}; this is {this})"
-        if found.st_uid == me and not _may(at, _needed(verb, at)):
-            return why, f"chmod -R u+rwX {whole}"
-        if found.st_uid == me:
+        if found.st_uid == me and _may(at, _needed(verb, at)):
             return why, f"see why the file system refuses {this}: {at} permits it"
-        if not is_inside and not _may(at, os.X_OK):
-            return why, f"start it as {owner}, or open the way: chmod o+x {at}, as {owner}"
-        return why, f"start it as {owner}, or hand it over, as root: chown -R {this} {whole}"
+        if found.st_uid == me:
+            return why, f"chmod -R u+rwX {root}" if is_inside else f"chmod u+rwx {at}"
+        if not is_inside:
+            return why, _to_get_past(verb, at, root or path, owner, this)
+        return why, f"start it as {owner}, or hand it over, as root: chown -R {this} {root}"
     return "", f"make {at} readable and writable for this user"
+
+
+def _to_get_past(verb: str, at: Path, wanted: Path, owner: str, this: str) -> str:
+    """Return what to type where something outside the run denies access: it is not this user's."""
+    if verb in READING or not _may(at, os.X_OK):
+        letters = "x" if at != wanted else "rX"
+        return f"start it as {owner}, or open the way: chmod o+{letters} {at}, as {owner}"
+    make = f"mkdir {wanted}; chown {this} {wanted}"
+    return f"name a place that {this} may write to, or have it made, as {owner}: {make}"
 
 
 def _denying(verb: str, path: Path) -> Path:
