@@ -269,6 +269,8 @@ def test_a_folder_that_others_can_enter_or_that_is_a_link_is_not_used(tmp_path, 
     user = root / f"trainckpt-{os.getuid()}"
     user.mkdir(mode=0o755)
     assert SharedMemoryDir.of("run") is None
+    why = f"{user} belongs to, or is open to, another user"
+    assert shared_memory.why_unavailable() == why
     user.chmod(0o700)
     assert SharedMemoryDir.of("run") is not None
     elsewhere = tmp_path / "elsewhere"
@@ -276,11 +278,19 @@ def test_a_folder_that_others_can_enter_or_that_is_a_link_is_not_used(tmp_path, 
     user.symlink_to(elsewhere)
     assert SharedMemoryDir.of("run") is None
     assert SharedMemoryDir.found("run") is None
+    assert shared_memory.why_unavailable() == why
 
 
 def test_none_means_no_shared_memory(monkeypatch):
     monkeypatch.setenv(shared_memory.ROOT_VARIABLE, shared_memory.NONE)
     assert SharedMemoryDir.of("run") is None
+    assert shared_memory.why_unavailable() == "TRAINCKPT_MEMORY=none forbids shared memory"
+
+
+def test_a_place_for_memory_that_is_missing_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv(shared_memory.ROOT_VARIABLE, str(tmp_path / "shm"))
+    assert SharedMemoryDir.of("run") is None
+    assert shared_memory.why_unavailable() == f"{tmp_path}/shm takes no folder of this user"
 
 
 def test_the_memory_of_a_run_that_is_gone_is_given_back_and_no_other(tmp_path, shm):

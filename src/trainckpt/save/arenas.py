@@ -29,7 +29,7 @@ from trainckpt.storage import host_resources
 from trainckpt.storage.arena import Own, has_memfd
 from trainckpt.storage.direct_io import copy_bytes, private_memory
 from trainckpt.storage.host_resources import available_bytes, budget_bytes, copy_threads
-from trainckpt.storage.shared_memory import SharedMemoryDir
+from trainckpt.storage.shared_memory import SharedMemoryDir, why_unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -220,7 +220,7 @@ class Arenas:
         self.device_copier.register(self._private)
         self._log_kind(
             PRIVATE,
-            f"{mb(num_bytes)} of private memory: shared memory has no room for them, so no copy "
+            f"{mb(num_bytes)} of private memory: {self._why_not_shared()}, so no copy "
             "outlives the process",
         )
         return self._private[:num_bytes]
@@ -296,6 +296,11 @@ class Arenas:
                 self._memory_dir.remove()  # and what earlier attempts left, which no rank opened
             else:
                 self._memory_dir.give_back(self._rank)  # of a kind used before another was chosen
+
+    def _why_not_shared(self) -> str:
+        if self._memory_dir is None:
+            return why_unavailable()
+        return "shared memory has no room for them"
 
     def _reserve_arena(self, kind: str, num_bytes: int, number: int) -> Arena | None:
         """Return a reserved arena that may be overwritten; None if the system refuses it."""

@@ -301,6 +301,19 @@ def _user_folder(*, make: bool = True) -> Path | None:
         return None
 
 
+def why_unavailable() -> str:
+    """Return why this user has no folder in shared memory."""
+    root = os.environ.get(ROOT_VARIABLE) or _DEFAULT_ROOT
+    if root == NONE:
+        return f"{ROOT_VARIABLE}={NONE} forbids shared memory"
+    if fcntl is None or not hasattr(os, "posix_fallocate"):
+        return "this system has no shared memory for them"
+    folder = Path(root) / f"trainckpt-{os.getuid()}"
+    if os.path.lexists(folder) and not is_private(folder):
+        return f"{folder} belongs to, or is open to, another user"
+    return f"{root} takes no folder of this user"
+
+
 def _try_lock(path: Path, *, remove: bool = False) -> bool:
     """Return True if no other process has locked the arena; `remove` a file without other names.
 
