@@ -11,7 +11,8 @@ from torch import nn
 
 from tests.end_to_end.training import Crash
 from trainckpt import Checkpointer
-from trainckpt.state.autocast_cache import REASON
+from trainckpt.state.autocast_cache import REASON, AutocastCache
+from trainckpt.state.registry import Registry
 
 NOTHING = contextlib.nullcontext
 
@@ -86,11 +87,15 @@ def test_a_cache_that_holds_no_old_weight_is_exact_and_nothing_is_said(tmp_path,
     assert "autocast" not in caplog.text
 
 
+def test_a_model_on_a_device_without_autocast_is_looked_at_without_an_error():
+    """On the meta device torch refuses even the question."""
+    registry = Registry()
+    registry.add("model", nn.Linear(2, 2, device="meta"))
+    assert not AutocastCache(registry).outlives_step(1)
+
+
 def test_weights_that_autocast_does_not_cast_are_not_named(tmp_path, caplog):
     """Of a model in bfloat16."""
-    from trainckpt.state.autocast_cache import AutocastCache
-    from trainckpt.state.registry import Registry
-
     for dtype, named in ((torch.bfloat16, False), (torch.float32, True)):
         registry = Registry()
         registry.add("model", nn.Linear(2, 2, dtype=dtype))

@@ -36,7 +36,8 @@ class AutocastCache:
     def outlives_step(self, step: int) -> bool:
         """Return True, once, if casts have outlived an optimizer's step; `step`: steps by now."""
         if self._kinds is None:
-            self._kinds = frozenset(each.type for each in self._registry.devices())
+            kinds = {each.type for each in self._registry.devices()}
+            self._kinds = frozenset(filter(torch.amp.is_autocast_available, kinds))
         if not any(torch.is_autocast_enabled(kind) for kind in self._kinds):
             self._marker = None  # a later block has a cache of its own
             return False
