@@ -297,29 +297,38 @@ class _VisibilityProbe:
 
     def _write(self, writers: Sequence[int]) -> str:
         if self._rank in writers:
-            answer_within(self._tier.url, self._create)
+            until = time.monotonic() + self._patience_s()
+            while not answer_within(self._tier.url, self._create):
+                if time.monotonic() > until:
+                    raise TierUnavailable(f"{self._tier.url} does not keep what is written to it")
+                time.sleep(LOOK_AGAIN_S)
         return self._token
 
-    def _create(self) -> None:
+    def _create(self) -> bool:
+        """Return False if the folder was removed meanwhile.
+
+        Another start of this run may be removing it just now. A client of a file server may still
+        see a folder that another host has removed.
+        """
         if not isinstance(self._tier, LocalTier):
             self._tier.replace(f"{PROBE}/{self._token}", b"")
-            return
-        for _ in range(3):  # another start of this run may be removing the folder just now
-            self._made += self._tier.make_folder(PROBE)
-            with contextlib.suppress(FileNotFoundError):
-                os.close(self._tier.disk.create(self._tier.root / PROBE / self._token))
-                return
-        raise TierUnavailable(f"{self._tier.url} does not keep what is written to it")
+            return True
+        self._made += self._tier.make_folder(PROBE)
+        try:
+            os.close(self._tier.disk.create(self._tier.root / PROBE / self._token))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _patience_s(self) -> float:
+        """Return how long a host may see an outdated folder."""
+        kind = fs_probe.file_system(self._tier.root) if isinstance(self._tier, LocalTier) else ""
+        return REMOTE_VISIBLE_WITHIN_S if fs_probe.is_remote(kind) else VISIBLE_WITHIN_S
 
     def _unseen(self, wanted: set[str]) -> list[str]:
         if self._rank not in self._leaders:
             return []
-        kind = ""
-        if isinstance(self._tier, LocalTier):
-            kind = fs_probe.file_system(self._tier.root)
-        is_remote = fs_probe.is_remote(kind)
-        patience = REMOTE_VISIBLE_WITHIN_S if is_remote else VISIBLE_WITHIN_S
-        until = time.monotonic() + patience
+        until = time.monotonic() + self._patience_s()
 
         def missing() -> list[str]:
             return [token for token in wanted if token not in self._tier.list(PROBE)]
