@@ -7,14 +7,17 @@ depends on the time that Ray takes.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 ITEMS, BATCH, ACCUMULATE, EPOCHS = 48, 2, 3, 2
 STORE_BYTES = 80_000_000
@@ -24,6 +27,17 @@ STORE_BYTES = 80_000_000
 
 
 def train(config):
+    """Train with trainckpt, or with Ray's own checkpoints."""
+    import torch
+
+    training = build(config)
+    (by_ray if config.get("own_checkpoints") else by_trainckpt)(config, training)
+    state = [p.detach().double().sum().item().hex() for p in training.model.parameters()]
+    training.line(end=True, weights=state, random=[random.random(), float(torch.rand(()))])
+
+
+def build(config):
+    """Return the objects of a training, and `line`, which appends to the worker's trace."""
     import numpy as np
     import ray.train
     import ray.train.torch
@@ -31,8 +45,6 @@ def train(config):
     from torch import nn
     from torch.utils.data import DataLoader, Dataset
     from torch.utils.data.distributed import DistributedSampler
-
-    import trainckpt.ray
 
     class Noisy(Dataset):
         def __len__(self):
@@ -66,32 +78,87 @@ def train(config):
         with path.open("a") as file:
             file.write(json.dumps(values) + "\n")
 
-    with trainckpt.ray.Checkpointer(
+    return SimpleNamespace(
+        rank=rank,
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
         loader=loader,
+        line=line,
+    )
+
+
+def micro_batch(training, x, *, steps):
+    """Train a micro-batch, and step if it ends a window; return its loss."""
+    loss = training.model(x).square().mean()
+    (loss / ACCUMULATE).backward()
+    if steps:
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        training.scheduler.step()
+    return loss.item()
+
+
+def by_trainckpt(config, training):
+    import trainckpt.ray
+
+    with trainckpt.ray.Checkpointer(
+        model=training.model,
+        optimizer=training.optimizer,
+        scheduler=training.scheduler,
+        loader=training.loader,
         stop_at="micro-batch",
         every=config["every"],
         **config.get("options", {}),
     ) as ckpt:
         begun = ckpt.cursor.micro_batches
-        line(attempt=ckpt.attempt, begun=begun, pid=os.getpid(), node=node_id())
+        training.line(attempt=ckpt.attempt, begun=begun, pid=os.getpid(), node=node_id())
         for epoch in ckpt.epochs(EPOCHS):
             for x, ids in ckpt.batches():
                 number = ckpt.cursor.micro_batches
-                loss = model(x).square().mean()
-                (loss / ACCUMULATE).backward()
-                if (ckpt.cursor.micro + 1) % ACCUMULATE == 0:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    scheduler.step()
-                line(number=number, ids=ids.tolist(), loss=loss.item().hex())
-                fault(config, ckpt, rank, number)
+                steps = (ckpt.cursor.micro + 1) % ACCUMULATE == 0
+                loss = micro_batch(training, x, steps=steps)
+                training.line(number=number, ids=ids.tolist(), loss=loss.hex())
+                fault(config, ckpt, training.rank, number)
             if config.get("reports"):
-                ckpt.report({"loss": loss.item(), "epoch": epoch})
-    state = [p.detach().double().sum().item().hex() for p in model.parameters()]
-    line(end=True, weights=state, random=[random.random(), float(torch.rand(()))])
+                ckpt.report({"loss": loss, "epoch": epoch})
+
+
+def by_ray(config, training):
+    """Report a checkpoint of all state_dicts at each step; advance the loader after a restart."""
+    import ray.train
+    import torch
+    from ray.train import Checkpoint
+
+    parts = {name: getattr(training, name) for name in ("model", "optimizer", "scheduler")}
+    begun, kept = 0, ray.train.get_checkpoint()
+    if kept is not None:
+        with kept.as_directory() as folder:
+            saved = torch.load(Path(folder, "state.pt"), weights_only=True)
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+        begun = saved["number"]
+    training.line(begun=begun)
+    numbers = itertools.count()
+    for epoch in range(EPOCHS):
+        training.loader.sampler.set_epoch(epoch)
+        for x, ids in training.loader:
+            number = next(numbers)
+            if number < begun:
+                continue
+            steps = (number + 1) % ACCUMULATE == 0
+            loss = micro_batch(training, x, steps=steps)
+            training.line(number=number, ids=ids.tolist(), loss=loss.hex())
+            if kept is None and number == config["at"] and training.rank == config["rank"]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if steps:
+                with tempfile.TemporaryDirectory() as folder:
+                    checkpoint = None
+                    if training.rank == 0:
+                        state = {name: part.state_dict() for name, part in parts.items()}
+                        torch.save({**state, "number": number + 1}, Path(folder, "state.pt"))
+                        checkpoint = Checkpoint.from_directory(folder)
+                    ray.train.report({"loss": loss}, checkpoint=checkpoint)
 
 
 def node_id():
@@ -183,7 +250,8 @@ def one_fit(config, name):
     except ray.train.TrainingFailedError as error:
         return {"error": str(error)[-2000:]}
     kept = [checkpoint.path for checkpoint, _ in result.best_checkpoints or []]
-    named = snapshot_of(result.checkpoint) if result.checkpoint else None
+    by_ray = config.get("own_checkpoints")
+    named = snapshot_of(result.checkpoint) if result.checkpoint and not by_ray else None
     return {"metrics": result.metrics, "checkpoints": kept, "named": named}
 
 

@@ -138,6 +138,23 @@ def assert_same(job, straight):
         assert job.end(rank) == straight.end(rank)
 
 
+def test_ray_s_own_checkpoints_repeat_the_samples_and_not_the_losses(tmp_path, straight):
+    """The row beside ours in docs/exactness.md."""
+    job = Job(tmp_path, own_checkpoints=True, fault="kill", at=AT, rank=1, max_failures=1)
+    samples = losses = trained = 0
+    for rank in range(2):
+        lines, whole = job.lines(rank), straight.trained(rank)
+        first, last = (number for number, line in enumerate(lines) if "begun" in line)
+        assert lines[first]["begun"] == 0
+        assert lines[last]["begun"] in (WINDOW - 3, WINDOW)  # Ray may not have noted the newest
+        for line in lines[last + 1 : -1]:
+            trained += 1
+            samples += line["ids"] == whole[line["number"]]["ids"]
+            losses += line["loss"] == whole[line["number"]]["loss"]
+    assert trained >= 36
+    assert (samples, losses) == (trained, 0)
+
+
 def test_a_killed_worker_costs_no_micro_batch_after_the_last_save(tmp_path, straight):
     job = Job(tmp_path, fault="kill", at=AT, rank=1, max_failures=1)
     assert_same(job, straight)
