@@ -124,6 +124,16 @@ for variable in [name for name in os.environ if name.startswith(("SLURM_", "KUBE
     del os.environ[variable]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    """Workers of xdist send reports as UTF-8, and a test may print names that are none."""
+    report = yield
+    report.sections = [
+        (title, text.encode(errors="backslashreplace").decode()) for title, text in report.sections
+    ]
+    return report
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(specs):
     """Workers have no process, port or mount in common, where that can be had: what one of them
