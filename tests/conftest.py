@@ -124,6 +124,15 @@ for variable in [name for name in os.environ if name.startswith(("SLURM_", "KUBE
     del os.environ[variable]
 
 
+@pytest.fixture
+def open_path():
+    """Yield a folder that every user may come to, unlike pytest's own."""
+    with tempfile.TemporaryDirectory(prefix="trainckpt-open-") as folder:
+        path = Path(folder).resolve()
+        path.chmod(0o755)
+        yield path
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport():
     """Workers of xdist send reports as UTF-8, and a test may print names that are none."""

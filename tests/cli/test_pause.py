@@ -366,12 +366,10 @@ def test_what_cannot_be_asked_is_78_and_nobody_is_told(tmp_path, capsys, argumen
 @pytest.mark.skipif(
     os.name != "posix" or os.getuid() != 0, reason="gives a run away, so needs root"
 )
-def test_the_folder_that_another_users_pause_has_left_is_made_anew(tmp_path):
-    played = Played(tmp_path / "run")
-    for path in (*tmp_path.parents[:2], tmp_path):
-        path.chmod(0o755)
-    (tmp_path / "run" / "notices").mkdir(mode=0o755)
-    for path in (tmp_path / "run", *(tmp_path / "run").rglob("*")):
+def test_the_folder_that_another_users_pause_has_left_is_made_anew(open_path):
+    played = Played(open_path / "run")
+    (open_path / "run" / "notices").mkdir(mode=0o755)
+    for path in (open_path / "run", *(open_path / "run").rglob("*")):
         if path.name != "notices":
             os.chown(path, 65534, 65534)
     child = os.fork()
@@ -379,13 +377,14 @@ def test_the_folder_that_another_users_pause_has_left_is_made_anew(tmp_path):
         code = 1
         try:
             os.setuid(65534)
-            code = main(["pause", "--deadline", "0.1 s", str(tmp_path / "run")])
+            code = main(["pause", "--deadline", "0.1 s", str(open_path / "run")])
         finally:
             os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 71
-    (notice,) = (tmp_path / "run" / "notices").iterdir()
-    assert notice.stat().st_uid == notice.parent.stat().st_uid == 65534
+    _, status = os.waitpid(child, 0)
     played.heart.stop()
+    assert os.waitstatus_to_exitcode(status) == 71
+    (notice,) = (open_path / "run" / "notices").iterdir()
+    assert notice.stat().st_uid == notice.parent.stat().st_uid == 65534
 
 
 @pytest.mark.skipif(

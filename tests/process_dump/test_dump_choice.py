@@ -273,7 +273,7 @@ def test_pause_waits_for_a_supervisor_that_is_looking_and_not_for_one_that_is_no
     monkeypatch.setattr(pause, "ANSWERS_WITHIN_S", 0.2)
     tier, request = LocalTier(tmp_path), dumper.DumpCall("notices/1-a.ask", "x")
     live = AttemptRecord(1, facts={"hosts": ["elsewhere"]})
-    assert pause.wait_for_answer(tier, request.key, live).why == pause.NOBODY
+    assert pause.wait_for_answer(tier, request.key, live).why == pause.NO_ANSWER
     dumper.answer(tier, request, dumper.DumpAnswer(dumper.LOOKING, ""))
     chosen = dumper.DumpAnswer(DUMP, "it fits")
     later = threading.Timer(0.6, lambda: dumper.answer(tier, request, chosen))

@@ -19,14 +19,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def place(tmp_path):
-    """A folder that every user may come to."""
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
-    return tmp_path
-
-
 def as_nobody(act):
     """What `act` says as another user: its result, or the error and its hint."""
     reading, writing = os.pipe()
@@ -62,32 +54,32 @@ def made(path, owner, mode=0o600):
     return path
 
 
-def test_a_closed_run_is_named_and_not_the_file_that_was_looked_for(place):
-    run = folder(place / "run", OTHER, 0o700)
+def test_a_closed_run_is_named_and_not_the_file_that_was_looked_for(open_path):
+    run = folder(open_path / "run", OTHER, 0o700)
     said = as_nobody(lambda: LocalTier(run).size("run.json"))
     assert f"cannot look at {run}/run.json: Permission denied ({run} belongs to {OTHER}" in said
     assert "mode 0700; this is nobody)" in said
     assert f"next: start it as {OTHER}, or hand it over, as root: chown -R nobody {run}" in said
 
 
-def test_a_closed_folder_above_the_run_is_named(place):
-    home = folder(place / "home", OTHER, 0o700)
+def test_a_closed_folder_above_the_run_is_named(open_path):
+    home = folder(open_path / "home", OTHER, 0o700)
     folder(home / "run", NOBODY, 0o700)
     said = as_nobody(lambda: LocalTier(home / "run").list("attempts"))
     assert f"({home} belongs to {OTHER}, mode 0700; this is nobody)" in said
     assert f"next: start it as {OTHER}, or open the way: chmod o+x {home}, as {OTHER}" in said
 
 
-def test_a_file_of_another_user_is_named_and_all_of_the_run_handed_over(place):
-    run = folder(place / "run", NOBODY, 0o700)
+def test_a_file_of_another_user_is_named_and_all_of_the_run_handed_over(open_path):
+    run = folder(open_path / "run", NOBODY, 0o700)
     file = made(run / "run.json", 0)
     said = as_nobody(lambda: LocalTier(run).read("run.json", max_bytes=99))
     assert f"({file} belongs to root, mode 0600; this is nobody)" in said
     assert f"chown -R nobody {run}" in said
 
 
-def test_a_folder_that_takes_no_file_is_named_and_no_temporary_name(place):
-    run = folder(place / "run", OTHER, 0o755)
+def test_a_folder_that_takes_no_file_is_named_and_no_temporary_name(open_path):
+    run = folder(open_path / "run", OTHER, 0o755)
     for act in (
         lambda: LocalTier(run).create("attempts/1.json", b""),
         lambda: LocalTier(run).replace("attempts/1.json", b""),
@@ -97,16 +89,16 @@ def test_a_folder_that_takes_no_file_is_named_and_no_temporary_name(place):
         assert f"next: start it as {OTHER}, or hand it over, as root: chown -R nobody {run}" in said
 
 
-def test_ones_own_closed_folder_is_opened_by_chmod(place):
-    run = folder(place / "run", NOBODY, 0o500)
+def test_ones_own_closed_folder_is_opened_by_chmod(open_path):
+    run = folder(open_path / "run", NOBODY, 0o500)
     said = as_nobody(lambda: LocalTier(run).replace("a", b""))
     assert f"next: chmod -R u+rwX {run}" in said
     said = as_nobody(lambda: LocalTier(run / "inner").make_folder(""))
     assert f"next: chmod u+rwx {run}" in said
 
 
-def test_another_users_file_in_a_sticky_folder_is_not_removed_and_its_owner_named(place):
-    run = folder(place / "run", OTHER, 0o1777)
+def test_another_users_file_in_a_sticky_folder_is_not_removed_and_its_owner_named(open_path):
+    run = folder(open_path / "run", OTHER, 0o1777)
     made(run / "a", OTHER, 0o666)
     said = as_nobody(lambda: LocalTier(run).remove("a"))
     assert f"({run} belongs to {OTHER}, mode 1777; this is nobody)" in said
@@ -114,15 +106,15 @@ def test_another_users_file_in_a_sticky_folder_is_not_removed_and_its_owner_name
 
 
 @pytest.mark.parametrize("mode", [0o333, 0o1733])
-def test_a_run_is_made_in_a_folder_that_may_be_written_and_not_read(place, mode):
-    drop = folder(place / "drop", OTHER, mode)
+def test_a_run_is_made_in_a_folder_that_may_be_written_and_not_read(open_path, mode):
+    drop = folder(open_path / "drop", OTHER, mode)
     assert as_nobody(lambda: LocalTier(drop / "run").create("run.json", b"{}")) == "True"
     assert stat.S_IMODE((drop / "run").stat().st_mode) == 0o700
     assert (drop / "run" / "run.json").read_bytes() == b"{}"
 
 
-def test_a_folder_of_the_run_that_takes_no_file_is_found_before_anything_is_trained(place):
-    run = folder(place / "run", NOBODY, 0o700)
+def test_a_folder_of_the_run_that_takes_no_file_is_found_before_anything_is_trained(open_path):
+    run = folder(open_path / "run", NOBODY, 0o700)
     folder(run / "snapshots", OTHER, 0o755)
     said = as_nobody(lambda: LocalTier(run).must_take_files("snapshots"))
     assert f"({run}/snapshots belongs to {OTHER}, mode 0755; this is nobody)" in said
@@ -133,9 +125,9 @@ def test_a_folder_of_the_run_that_takes_no_file_is_found_before_anything_is_trai
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o711])
-def test_a_folder_above_that_takes_no_run_is_left_to_its_owner(place, mode):
+def test_a_folder_above_that_takes_no_run_is_left_to_its_owner(open_path, mode):
     """Never is handed over what may hold the files of others."""
-    above = folder(place / "scratch", OTHER, mode)
+    above = folder(open_path / "scratch", OTHER, mode)
     said = as_nobody(lambda: LocalTier(above / "run").make_folder(""))
     assert f"({above} belongs to {OTHER}, mode {mode:04o}; this is nobody)" in said
     made = f"mkdir {above}/run; chown nobody {above}/run"
@@ -145,9 +137,11 @@ def test_a_folder_above_that_takes_no_run_is_left_to_its_owner(place, mode):
     assert "-R" not in said
 
 
-def test_a_working_directory_below_a_closed_folder_is_a_refusal_and_no_crash(place, monkeypatch):
+def test_a_working_directory_below_a_closed_folder_is_a_refusal_and_no_crash(
+    open_path, monkeypatch
+):
     """Options may be there, and are not to be passed over."""
-    inner = folder(place / "closed", OTHER, 0o700) / "inner"
+    inner = folder(open_path / "closed", OTHER, 0o700) / "inner"
     inner.mkdir()
     monkeypatch.chdir(inner)
     assert "trainckpt.toml is not readable: [Errno 13]" in as_nobody(lambda: read_options({}))
