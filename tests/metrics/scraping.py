@@ -21,6 +21,15 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@contextlib.contextmanager
+def taken_port():
+    """Yield a port on which another socket listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield taken.getsockname()[1]
+
+
 def scrape(port, path="/metrics"):
     """The text of the endpoint; "" while nothing answers."""
     with (

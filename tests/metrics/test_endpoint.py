@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
-import time
 
 import pytest
 
 from tests.cli.test_pause import wait_for
-from tests.metrics.scraping import Values, free_port, scrape, sockets, step, tracked, warnings
+from tests.metrics.scraping import (
+    Values,
+    free_port,
+    scrape,
+    sockets,
+    step,
+    taken_port,
+    tracked,
+    warnings,
+)
 from trainckpt import Checkpointer
 from trainckpt.metrics import prometheus_output
 
@@ -149,19 +158,17 @@ def test_a_hint_is_an_option_that_can_be_typed(host, port, hint):
     assert parse_metrics_target(hint).address == host
 
 
-def test_a_port_is_taken_once_it_is_free(tmp_path, monkeypatch):
+def test_a_port_is_taken_once_it_is_free(tmp_path, monkeypatch, caplog):
     from trainckpt.metrics import publisher
 
     monkeypatch.setattr(publisher, "PUBLISH_EVERY_S", 0.02)
     parts = tracked()
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with contextlib.ExitStack() as other:
+        port = other.enter_context(taken_port())
         with Checkpointer(tmp_path / "run", metrics=f"http:{port}", **parts) as ckpt:
             step(ckpt, parts)
-            time.sleep(0.1)
-            taken.close()
+            wait_for(lambda: warnings(caplog))
+            other.close()
             wait_for(lambda: scrape(port))
 
 

@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from tests.metrics.scraping import (
     scrape,
     sockets,
     step,
+    taken_port,
     tracked,
     warnings,
 )
@@ -129,13 +129,12 @@ def test_it_listens_on_loopback_alone(tmp_path):
 
 def test_a_port_in_use_is_named_once_and_training_goes_on(tmp_path, caplog):
     parts = tracked()
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with Checkpointer(tmp_path / "run", metrics=f"http:{port}", **parts) as ckpt:
-            step(ckpt, parts)
-            wait_for(lambda: warnings(caplog))
+    with (
+        taken_port() as port,
+        Checkpointer(tmp_path / "run", metrics=f"http:{port}", **parts) as ckpt,
+    ):
+        step(ckpt, parts)
+        wait_for(lambda: warnings(caplog))
     (warning,) = warnings(caplog)
     assert f"127.0.0.1 port {port}" in warning
     assert f'metrics="http:127.0.0.1:{port + 1}"' in warning

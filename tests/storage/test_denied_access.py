@@ -1,4 +1,4 @@
-"""Whoever is denied is told which file or folder denies it, whose it is, and what to type."""
+"""Errors of denied access name the file or folder that denies it, its owner, and what to type."""
 
 from __future__ import annotations
 

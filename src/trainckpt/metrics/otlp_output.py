@@ -95,10 +95,10 @@ class OtlpSink:
 
 
 class _ExporterLog:
-    """What the exporter logs on this thread: kept here, and shown nowhere.
+    """Keep what the exporter logs on this thread, instead of showing it.
 
     Attributes:
-        messages: Since the publisher cleared them.
+        messages: Those since the publisher cleared them.
     """
 
     def __init__(self) -> None:

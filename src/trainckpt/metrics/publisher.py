@@ -125,7 +125,7 @@ class MetricsPublisher:
         A forked child has the object but not the thread: nothing happens there.
 
         Args:
-            left_s: Seconds until the stop's deadline: no wait is longer.
+            left_s: Seconds until the stop's deadline: no wait is longer, but for 0.2 s.
         """
         if self._pid != os.getpid() or self._readings.is_over:
             return
