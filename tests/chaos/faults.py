@@ -162,8 +162,7 @@ def one_child(play: Play, number: int) -> str:
     children = [pid for r in play.attempt.rank_pids() for pid in play.attempt.children(r)]
     if not children:
         return ""
-    play.held = [play.pick(children)]
-    play.attempt.signal(play.held, number)
+    suspend_or_end(play, play.pick(children), number)
     return "a child"
 
 
@@ -172,9 +171,15 @@ def hold_rank(play: Play) -> str:
     if not ranks:
         return ""
     rank = play.pick(sorted(ranks))
-    play.held = [ranks[rank]]
-    play.attempt.signal(play.held, signal.SIGSTOP)
+    suspend_or_end(play, ranks[rank], signal.SIGSTOP)
     return f"rank {rank}"
+
+
+def suspend_or_end(play: Play, pid: int, number: int) -> None:
+    """Send the signal; `wake` continues all processes that are suspended by then."""
+    if number == signal.SIGSTOP:
+        play.held.append(pid)
+    play.attempt.signal([pid], number)
 
 
 def wake(play: Play) -> None:
@@ -183,8 +188,7 @@ def wake(play: Play) -> None:
 
 
 def launcher(play: Play, number: int) -> str:
-    play.held = [play.attempt.launcher_pid()]
-    play.attempt.signal(play.held, number)
+    suspend_or_end(play, play.attempt.launcher_pid(), number)
     return "trainckpt run"
 
 

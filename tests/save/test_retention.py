@@ -53,3 +53,15 @@ def test_nothing_is_pruned_for_a_manifest_that_is_damaged_on_the_disk(tmp_path, 
         patched.setattr(LocalTier, "read", damaged)
         _, ckpt = attempt(tmp_path, **SAVING)
     assert len(usable(tmp_path)) == ckpt._attempt.saver.sequence > 2
+
+
+def test_an_attempt_that_has_nothing_left_to_save_removes_an_interrupted_save(tmp_path):
+    attempt(tmp_path, **SAVING)
+    interrupted = tmp_path / "snapshots" / "s1~1.9"
+    interrupted.mkdir()
+    (interrupted / "rank00000.safetensors").write_bytes(b"half a file")
+    before = usable(tmp_path)
+    _, again = attempt(tmp_path, **SAVING)
+    assert again._attempt.saver.sequence == 0
+    assert not interrupted.exists()
+    assert usable(tmp_path) == before

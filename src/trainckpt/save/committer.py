@@ -524,7 +524,7 @@ def _with_hint(error: TrainckptError) -> str:
 
 
 class RetentionWorker:
-    """Retention worker of one attempt: it handles the newest commit; earlier ones need no more."""
+    """Prune after commits of one attempt: after the newest one; earlier ones need no more."""
 
     def __init__(
         self,
@@ -541,6 +541,7 @@ class RetentionWorker:
             being_read,
         )
         self._lock = threading.Lock()
+        self._is_due = False
         self._newest_commit: Manifest | None = None
         self._thread: threading.Thread | None = None
         self._superseded = False
@@ -551,12 +552,15 @@ class RetentionWorker:
         self._empty_dumps: set[DumpName] = set()
         self._may_have_survivor_files = True  # older attempts may have left survivors' files
 
-    def schedule(self, manifest: Manifest) -> None:
-        """Schedule the work after the commit of this manifest. Returns at once."""
-        if self._is_readable:
+    def schedule(self, manifest: Manifest | None) -> None:
+        """Schedule the work after the commit of this manifest. Returns at once.
+
+        None: this attempt ends without a commit; earlier ones may have left something to prune.
+        """
+        if self._is_readable and manifest is not None:
             self._followed.add(manifest)
         with self._lock:
-            self._newest_commit = manifest
+            self._newest_commit, self._is_due = manifest, True
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._work, name="trainckpt-tidy", daemon=True
@@ -572,11 +576,12 @@ class RetentionWorker:
 
     def _work(self) -> None:
         # background thread: no collectives here
-        while (manifest := self._next()) is not None:
-            self._record_writer.change(newest_commit=str(manifest.name))
+        while self._is_next():
+            if (manifest := self._newest_commit) is not None:
+                self._record_writer.change(newest_commit=str(manifest.name))
             try:
                 self._prune()
-                self._is_readable = self._followed.knows(manifest.name)
+                self._is_readable = manifest is not None and self._followed.knows(manifest.name)
             except TrainckptError as error:
                 self._warn(_with_hint(error))
             except Exception as error:  # noqa: BLE001 - what is left goes the next time
@@ -587,12 +592,12 @@ class RetentionWorker:
             self._warned_of.add(why)
             logger.warning("could not prune old snapshots: %s", why)
 
-    def _next(self) -> Manifest | None:
+    def _is_next(self) -> bool:
         with self._lock:
-            manifest, self._newest_commit = self._newest_commit, None
-            if manifest is None:
+            is_due, self._is_due = self._is_due, False
+            if not is_due:
                 self._thread = None
-            return manifest
+            return is_due
 
     def _prune(self) -> None:
         if self._is_superseded():

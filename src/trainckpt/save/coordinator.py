@@ -328,6 +328,11 @@ class SaveCoordinator:
         self.join(limit_s)
         self.wait_for_retention(limit_s)
 
+    def prune(self) -> None:
+        """Prune as after a commit, in an attempt that ends without one. Rank 0; returns at once."""
+        if self.committed is None:
+            self._committer.retention.schedule(None)
+
     def wait_for_retention(self, limit_s: float | None) -> None:
         """Return when older saves are pruned, or after `limit_s` seconds."""
         self._committer.retention.wait(limit_s)

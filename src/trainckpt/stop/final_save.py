@@ -276,6 +276,8 @@ class FinalSave:
         calls = merged(each["asked"] for each in everyone)
         stands = everyone[0]["stands"]  # rank 0 commits, so its value counts
         if stands and not calls:
+            if not end.stops and self._channel.world.rank == 0:
+                saver.prune()
             return None
         failure = self._take_agreed(
             replace(end, stands=stands, tags=tags_of(calls)), mine, everyone
