@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -132,6 +134,28 @@ def test_a_dead_store_is_69_and_a_wrong_name_is_no_empty_place(rclone_server, at
     dead = open_object_store("s3://bucket/dead", Limits(give_up_first_s=0.0))
     with pytest.raises(TierUnavailable, match="tried"):
         attempt_history.run_id(dead)
+
+
+STARVED = """
+import resource, sys
+from pathlib import Path
+import s3fs
+from trainckpt.storage import azure_client, gcs_client, s3_client
+from trainckpt.errors import TrainckptError
+from trainckpt.storage.object_store import open_object_store
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+limit = pages * resource.getpagesize() + (4 << 20)  # less than the stack of one more thread
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    open_object_store("s3://bucket/run")
+except TrainckptError as error:
+    sys.exit(f"{error.exit_code}: {error}")
+"""
+
+
+def test_a_host_without_room_for_a_thread_is_69_and_no_wrong_url():
+    done = subprocess.run([sys.executable, "-c", STARVED], capture_output=True, text=True)
+    assert done.stderr.startswith("69: s3://bucket/run: cannot open this store: can't start new")
 
 
 def test_a_live_run_is_found_paused_and_looked_at(server, rclone_server, at, capsys):

@@ -26,7 +26,7 @@ from trainckpt.storage.client_libraries import give_own_randomness
 from trainckpt.storage.local import TEMPORARY, key_parts
 from trainckpt.storage.redact import redacted
 from trainckpt.storage.retry import Limits, RetryPolicy, draw_own
-from trainckpt.storage.store_errors import BEYOND, TAKEN, meaning
+from trainckpt.storage.store_errors import BEYOND, TAKEN, is_starved, meaning
 from trainckpt.storage.worker_pool import Workers
 
 if TYPE_CHECKING:
@@ -97,6 +97,12 @@ def _open_client(url: str, shown: str) -> tuple[str, ObjectClient, str]:
         ) from error
     except Exception as error:  # noqa: BLE001 - libraries of others, on what a user wrote
         what = redacted(" ".join(str(error).split())) or type(error).__name__
+        if is_starved(error):
+            raise TierUnavailable(
+                f"{shown}: cannot open this store: {what[:300]}",
+                hint="let this user have more open files, memory or processes (ulimit -a), then "
+                "start again",
+            ) from None
         hint = f"name a directory, or {kind.example}"
         # Not `from error`: it may quote a secret of the environment.
         raise ConfigurationError(f"{shown}: {what[:300]}", hint=kind.login or hint) from None

@@ -82,6 +82,8 @@ _NO_ANSWER = frozenset(
     }
 )
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_STARVED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+_NO_THREAD = "can't start new thread"  # the text of CPython's RuntimeError
 # The client found no valid credentials, and sent no request to the store.
 _NO_LOGIN = ("Credential", "ClientAuthentication", "RefreshError")
 
@@ -117,6 +119,16 @@ def meaning(error: BaseException) -> str:
 def is_full(error: BaseException) -> bool:
     """Return True if a disk, or a quota on it, had no space left (errno)."""
     return number_behind(error) in _FULL
+
+
+def is_starved(error: BaseException) -> bool:
+    """Return True if this host had no memory, descriptor or thread left for the call."""
+    return any(
+        isinstance(each, MemoryError)
+        or (isinstance(each, OSError) and each.errno in _STARVED)
+        or (isinstance(each, RuntimeError) and _NO_THREAD in str(each))
+        for each in _causes(error)
+    )
 
 
 def number_behind(error: BaseException) -> int:
@@ -189,4 +201,4 @@ def _of_the_system(error: BaseException) -> str:
     number = error.errno if isinstance(error, OSError) else None
     if number in _FULL:
         return FULL
-    return TRANSIENT if number in (errno.EBUSY, errno.EAGAIN) else REFUSED
+    return TRANSIENT if number == errno.EBUSY or is_starved(error) else REFUSED
