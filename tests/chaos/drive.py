@@ -41,6 +41,7 @@ LINGER_S = 60.0  # so long may processes take to follow the one that was launche
 STILL_S = 1.5  # without a line: the ranks stand at the gate
 LOOK_S = 0.003
 ORDERLY = (0, 75)
+THREAD_ENDED = "Exception ignored in thread started by"
 REFUSALS = (65, 66, 69, 78)
 
 
@@ -133,7 +134,8 @@ class Ended:
 
     @property
     def may_hang(self) -> bool:
-        return any(HANGS in CATALOGUE[name].permits for name in self.faults)
+        permitted = any(HANGS in CATALOGUE[name].permits for name in self.faults)
+        return permitted and THREAD_ENDED in self.log
 
     @property
     def finished(self) -> bool:

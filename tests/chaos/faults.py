@@ -4,7 +4,7 @@
     permits  what may happen to the run besides: that an older snapshot is used, or a start refused
 
 Python waits for ever for a thread that ends for want of memory before its first instruction, so a
-rank under a limit of memory may hang.
+rank under a limit of memory may hang, if its log names such a thread.
 
 Where survivors save, a death may also lead to the same data, if the run says so.
 
@@ -507,7 +507,7 @@ def _rows() -> Iterator[tuple[str, Fault]]:
     yield "host's clock", Fault(anywhere, set_clock)
     yield (
         "memory limit",
-        Fault(anywhere, limit, (resource.RLIMIT_AS, memory_of), unlimited, STARVED),
+        Fault(anywhere, limit, (resource.RLIMIT_AS, memory_of), unlimited, STARVED, {HANGS}),
     )
     yield "out of memory", Fault(grouped, out_of_memory, (), more_memory, STARVED)
     least = resource.RLIMIT_NOFILE, descriptors_of
