@@ -166,6 +166,7 @@ def test_a_silent_tier_that_holds_a_newer_snapshot_is_not_missed_unless_that_is_
     (run / "far").write_text("")
     with pytest.raises(TierUnavailable, match=f"the tier far holds {newest}") as refused:
         attempt(run / "run", **in_order(run, "near", "far"))
+    assert refused.value.hint.startswith("name a directory: a file lies at this path")
     assert "--accept-older" in refused.value.hint
     assert record(run / "run", 2)["outcome"]["exit_code"] == 69
     _, ckpt = attempt(run / "run", **in_order(run, "near", "far"), accept_older=True)
@@ -185,8 +186,9 @@ def test_an_empty_place_with_a_silent_tier_begins_nothing(run):
     for name in ("near", "far"):
         shutil.rmtree(run / name)
         (run / name).write_text("")
-    with pytest.raises(TierUnavailable, match="holds no run, and whether a slower tier does"):
+    with pytest.raises(TierUnavailable, match="holds no run, and whether a slower tier does") as no:
         attempt(run / "run", **in_order(run, "near", "far"))
+    assert no.value.hint.startswith("name a directory: a file lies at this path, or above it; or a")
     assert not (run / "run").exists()
 
 

@@ -134,6 +134,7 @@ class RunTiers:
         run_tier: Its run directory, whether or not it holds the run.
         empty: Responding slower tiers without any run.
         silent: Name of an unresponsive tier -> reason.
+        cures: Name of such a tier -> what to change, where its error says it.
         records: Records of its attempts.
     """
 
@@ -142,6 +143,7 @@ class RunTiers:
     run_tier: Tier
     empty: tuple[Tier, ...]
     silent: Mapping[str, str]
+    cures: Mapping[str, str]
     records: Mapping[int, AttemptRecord]
 
     def candidates(self) -> tuple[Candidate, ...]:
@@ -155,7 +157,7 @@ class RunTiers:
             TierUnavailable: it belongs to the run, and does not answer.
         """
         if wanted in self.silent:
-            raise TierUnavailable(self.silent[wanted])
+            raise TierUnavailable(self.silent[wanted], hint=self.cures.get(wanted, ""))
         for tier in (*self.tiers, *self.empty, self.run_tier):
             if wanted in (tier.name, tier.url):
                 return tier
@@ -211,6 +213,7 @@ def open_everywhere(run: str | os.PathLike[str], *also: str) -> RunTiers:
         run_tier=local,
         empty=empty,
         silent=dict(reach.silent),
+        cures=dict(reach.cures),
         records=records,
     )
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trainckpt.snapshot.attempt_history import OtherHistory
     from trainckpt.storage.base import RunTier, Tier
 
-ACCEPT = "wait for it; or accept_older=True, `trainckpt resume --accept-older`, goes on without it"
+ACCEPT = "accept_older=True, `trainckpt resume --accept-older`, goes on without it"
 
 
 @dataclass
@@ -44,6 +44,7 @@ class TierSet:
         answering: Responding slower tiers with the run, nearest first.
         empty: Responding slower tiers without any run.
         silent: Name of an unresponsive tier -> reason.
+        cures: Name of such a tier -> what to change, where the error says it.
     """
 
     run_tier: RunTier
@@ -54,6 +55,7 @@ class TierSet:
     answering: list[Tier] = field(default_factory=list)
     empty: list[Tier] = field(default_factory=list)
     silent: dict[str, str] = field(default_factory=dict)
+    cures: dict[str, str] = field(default_factory=dict)
 
     def find_run(self, *, must: bool = True) -> str | None:
         """Return the id of the run that slower tiers hold, for a run directory without one.
@@ -76,7 +78,7 @@ class TierSet:
             raise TierUnavailable(
                 f"{self.run_tier.url} holds no run, and whether a slower tier does is not known: "
                 f"{why}",
-                hint=ACCEPT,
+                hint=self._hint(*self.silent),
             )
         return runs.pop() if runs else None
 
@@ -134,11 +136,11 @@ class TierSet:
                 self.empty.append(tier)
         return reported
 
-    def leave(self, tier: Tier, why: str = "") -> None:
-        """Ask nothing more of it; `why` it does not answer."""
+    def leave(self, tier: Tier, error: TrainckptError | None = None) -> None:
+        """Ask nothing more of it; `error`: it does not answer."""
         self.answering.remove(tier)
-        if why:
-            self.silent[tier.name] = why
+        if error is not None:
+            self._is_silent(tier, error)
 
     def open(self, reported: Sequence[Sequence[str]]) -> tuple[Tier, ...]:
         """Open the run directory and the tiers reported by rank 0."""
@@ -189,16 +191,27 @@ class TierSet:
         older = f"the newest elsewhere is {best}" if best else "there is none elsewhere"
         raise TierUnavailable(
             f"the tier {tier} holds {name}, {older}, and it does not answer: {self.silent[tier]}",
-            hint=ACCEPT,
+            hint=self._hint(tier),
         )
+
+    def _hint(self, *tiers: str) -> str:
+        """Return what to change for these tiers to answer, if known, and the way without them."""
+        cures = dict.fromkeys(self.cures[name] for name in tiers if name in self.cures)
+        return f"{'; '.join(cures) or 'wait for it'}; or {ACCEPT}"
+
+    def _is_silent(self, tier: Tier, error: TrainckptError) -> None:
+        self.silent[tier.name] = error.message
+        if error.hint:
+            self.cures[tier.name] = error.hint
 
     def _look(self, tier: Tier) -> str | None:
         """Return the run in the tier; None if it holds none or does not answer."""
         self.silent.pop(tier.name, None)
+        self.cures.pop(tier.name, None)
         try:
             return answer_within(tier.url, lambda: attempt_history.run_id(tier))
         except TrainckptError as error:
-            self.silent[tier.name] = error.message
+            self._is_silent(tier, error)
             return None
 
     def _is_the_place(self, tier: Tier) -> bool:
@@ -222,7 +235,7 @@ class TierSet:
             try:
                 tier.list("snapshots")
             except TrainckptError:
-                self.leave(tier, error.message)
+                self.leave(tier, error)
                 return True
         return False
 
@@ -260,7 +273,7 @@ def catch_up(
             try:
                 theirs = attempt_history.read_theirs(tier, records)
             except TrainckptError as error:
-                reach.leave(tier, error.message)
+                reach.leave(tier, error)
                 continue
             try:
                 _must_be_of(reach, theirs, sure=sure)
