@@ -457,6 +457,14 @@ def test_another_model_is_refused_with_every_difference(tmp_path):
         training.train()
 
 
+@pytest.mark.parametrize("name", ["model", "trainer", "loader"])
+def test_an_object_under_a_name_of_the_trainers_own_is_refused(tmp_path, name):
+    training = Training(tmp_path, {}, tmp_path / "run", ours={name: torch.nn.Linear(1, 1)})
+    with pytest.raises(ConfigurationError, match=f"^{name}: an object of the Trainer is tracked"):
+        training.train()
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_trainer_built_in_another_way_is_refused_when_the_callback_is_made(monkeypatch):
     monkeypatch.delattr(transformers.Trainer, "get_batch_samples")
     monkeypatch.setattr(transformers_callback, "_USED", ())

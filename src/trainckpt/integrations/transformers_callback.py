@@ -202,6 +202,11 @@ class TrainckptCallback(TrainerCallback):
         }
         if trainer.accelerator.scaler is not None:
             tracked["scaler"] = trainer.accelerator.scaler
+        if taken := sorted(self._options.keys() & {*tracked, "loader"}):
+            raise ConfigurationError(
+                f"{', '.join(taken)}: an object of the Trainer is tracked under this name already",
+                hint="leave it out, or choose another keyword for an object of your own",
+            )
         loader = TrainedLoader(reader)
         before = self.checkpointer
         self.checkpointer = ckpt = Checkpointer(
