@@ -20,6 +20,7 @@ import os
 import secrets
 import threading
 import time
+from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.log import logger
@@ -181,7 +182,8 @@ def age_s(tier: RunTier, attempt: int) -> float | None:
     except OSError:
         return None
     try:
-        return max(0.0, now_s - os.fstat(descriptor).st_mtime)
+        found = os.fstat(descriptor)
+        return max(0.0, now_s - found.st_mtime) if S_ISREG(found.st_mode) else None
     finally:
         os.close(descriptor)
 
@@ -199,8 +201,10 @@ def read(tier: RunTier, attempt: int) -> dict[str, Any]:
             key = key_of(attempt)
             body = json_io.parse(tier.read(key, max_bytes=MAX_BYTES), key, max_bytes=MAX_BYTES)
             return body if isinstance(body, dict) else {}
-        if tier.size(key_of(attempt)) is None:
-            break
+        with contextlib.suppress(UnusableSnapshot):
+            if tier.size(key_of(attempt)) is not None:
+                continue
+        break  # there is none, or no file
     return {}
 
 

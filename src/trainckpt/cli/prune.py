@@ -181,12 +181,15 @@ def _begun_from(live: Mapping[int, AttemptRecord]) -> set[str]:
 def _row(tier: Tier, doomed: prune.SweepCandidates, kept: frozenset[str]) -> dict[str, Any]:
     """Return the files to delete; files that another checkpoint refers to stay."""
     folder, kept_names = doomed.name.folder, prune.files_in(doomed.name, kept)
-    sizes = (tier.size(f"{folder}/{name}") for name in tier.list(folder) if name not in kept_names)
+    num_bytes = 0
+    for name in tier.list(folder):
+        with contextlib.suppress(UnusableSnapshot):  # not a file
+            num_bytes += (tier.size(f"{folder}/{name}") or 0) if name not in kept_names else 0
     return {
         "name": str(doomed.name),
         "tier": tier.name,
         "reason": doomed.reason,
-        "bytes": sum(size or 0 for size in sizes),
+        "bytes": num_bytes,
     }
 
 

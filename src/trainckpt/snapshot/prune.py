@@ -145,9 +145,10 @@ def _references_in(tier: Tier, folder: str) -> set[str]:
     for name in tier.list(folder):
         key = f"{folder}/{name}"
         try:
+            num_bytes = tier.size(key) or 0  # refuses what is no file, before it is opened
             prefix = bytearray(8)
             tier.read_into(key, 0, memoryview(prefix))
-            head = bytearray(min(shard_file.header_length(prefix, key), tier.size(key) or 0))
+            head = bytearray(min(shard_file.header_length(prefix, key), num_bytes))
             tier.read_into(key, 0, memoryview(head))
             found.update(shard_file.parse(bytes(head), key, file_bytes=None).references.values())
         except UnusableSnapshot:  # a manifest, or an unreadable file

@@ -263,7 +263,9 @@ def mirror_records(run_tier: Readable, target: Tier, sent: dict[str, bytes], liv
         if number < live and name in sent:
             continue
         key = f"{names.ATTEMPTS}/{name}"
-        data = run_tier.read(key, max_bytes=MAX_BYTES)
+        data = _record(run_tier, key)
+        if data is None:
+            continue
         if sent.get(name) != data and target.size(key) is not None:
             with contextlib.suppress(UnusableSnapshot):
                 sent[name] = target.read(key, max_bytes=MAX_BYTES)
@@ -317,7 +319,15 @@ def bring_records(target: Tier, source: Readable) -> None:
     for name in source.list(names.ATTEMPTS):
         if names.recorded_attempt(name) is not None and name not in there:
             key = f"{names.ATTEMPTS}/{name}"
-            target.create(key, source.read(key, max_bytes=MAX_BYTES))
+            if (data := _record(source, key)) is not None:
+                target.create(key, data)
+
+
+def _record(tier: Readable, key: str) -> bytes | None:
+    """Return the bytes of a record; None for what is no file. Its reader says so."""
+    with contextlib.suppress(UnusableSnapshot):
+        return tier.read(key, max_bytes=MAX_BYTES)
+    return None
 
 
 def adopt(target: Tier, source: Readable) -> None:

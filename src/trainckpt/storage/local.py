@@ -16,7 +16,7 @@ import secrets
 import threading
 from collections import deque
 from pathlib import Path
-from stat import S_ISREG
+from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.errors import TierUnavailable, UnusableSnapshot
@@ -178,6 +178,7 @@ TEMPORARY = ".tmp-"
 STALE_S = 600.0  # a temporary file of such an age was left by a killed writer
 UNFINISHED = f"{TEMPORARY}copy-"  # prefix of new bytes of an existing file
 CREATING = ("write", "create")  # verbs of `translated` with a missing folder, not a missing file
+_ABSENT = (FileNotFoundError, NotADirectoryError)
 MOST_FOLDERS = 50  # remembered as synced; a forgotten one is synced once more
 
 
@@ -259,8 +260,12 @@ class LocalTier:
         with self._translated("look at", path):
             try:
                 found = path.stat()
-            except (FileNotFoundError, NotADirectoryError):
+            except _ABSENT:
                 return None
+            except OSError as error:
+                if error.errno != errno.ELOOP:
+                    raise
+                raise UnusableSnapshot(f"{key} is a link that leads back to itself") from error
         if not S_ISREG(found.st_mode):  # opening a pipe would wait for its other end
             raise UnusableSnapshot(f"{key} is not a file")
         return found.st_size
@@ -300,19 +305,29 @@ class LocalTier:
             yield file
 
     def list(self, folder: str) -> list[str]:
-        """Return the names in `folder`, sorted, without temporary ones; empty if there is none."""
+        """Return the names in `folder`, sorted, without temporary ones; empty if there is none.
+
+        Something else than a folder holds none, inside one of the run's folders.
+        """
         path = self._path(folder)
         with self._translated("list", path):
             try:
                 found = sorted(entry.name for entry in path.iterdir())
             except FileNotFoundError:
                 return []
+            except OSError as error:
+                is_else = error.errno in (errno.ENOTDIR, errno.ELOOP)
+                if "/" in folder and is_else and path.parent.is_dir():
+                    return []
+                raise
         return [name for name in found if not name.startswith(TEMPORARY)]
 
     def remove(self, key: str) -> None:
         """Remove `key`; durable on return."""
         path = self._path(key)
-        with self._translated("remove", path), contextlib.suppress(FileNotFoundError):
+        with self._translated("remove", path), contextlib.suppress(*_ABSENT):
+            if is_folder(path):  # not ours
+                return
             self.disk.remove(path)
             self.disk.sync_folder(path.parent)
 
@@ -327,7 +342,7 @@ class LocalTier:
             now_s = self._path(fresh).lstat().st_mtime
             for entry in path.iterdir():
                 is_old = now_s - entry.lstat().st_mtime > STALE_S
-                if is_old and entry.name.startswith(TEMPORARY):
+                if is_old and entry.name.startswith(TEMPORARY) and not is_folder(entry):
                     self.disk.remove(entry)
 
     def make_folder(self, folder: str) -> tuple[Path, ...]:
@@ -344,22 +359,33 @@ class LocalTier:
             self.disk.remove(path)
 
     def remove_folder(self, folder: str, keep: Collection[str] = ()) -> None:
-        """Remove the files in `folder` except those in `keep`; without any, the folder too."""
+        """Remove the files in `folder` except those in `keep`; without any, the folder too.
+
+        Folders in it are not ours, and stay; so does the folder then. Of a link to a folder only
+        the link is removed, unless files are kept there.
+        """
         path = self._path(folder)
-        with self._translated("remove", path), contextlib.suppress(FileNotFoundError):
-            entries = sorted(path.iterdir())
-            for entry in entries:
-                if entry.name not in keep:
-                    self.disk.remove(entry)
-            if not any(entry.name in keep for entry in entries):
-                self.disk.remove_folder(path)
+        with self._translated("remove", path), contextlib.suppress(*_ABSENT):
+            with os.scandir(path) as found:
+                files = {e.name: not e.is_dir(follow_symlinks=False) for e in found}
+            if path.is_symlink():
+                if files.keys().isdisjoint(keep):
+                    self.disk.remove(path)
+                return
+            for name in sorted(name for name, is_file in files.items() if is_file):
+                if name not in keep:
+                    with unless_in_use():
+                        self.disk.remove(path / name)
+            if all(files.values()) and files.keys().isdisjoint(keep):
+                with unless_in_use():
+                    self.disk.remove_folder(path)
 
     def clear_unfinished(self, folder: str) -> None:
         """Delete remains in `folder` of new bytes for existing files."""
         path = self._path(folder)
         with self._translated("remove", path), contextlib.suppress(FileNotFoundError):
             for entry in sorted(path.iterdir()):
-                if entry.name.startswith(UNFINISHED):
+                if entry.name.startswith(UNFINISHED) and not is_folder(entry):
                     self.disk.remove(entry)
 
     def _translated(self, verb: str, path: Path) -> contextlib.AbstractContextManager[None]:
@@ -448,6 +474,23 @@ class LocalTier:
         finally:
             with contextlib.suppress(FileNotFoundError):
                 self.disk.remove(temporary)
+
+
+def is_folder(path: Path) -> bool:
+    """Return True for a folder itself, not for a link to one."""
+    return S_ISDIR(path.lstat().st_mode)
+
+
+@contextlib.contextmanager
+def unless_in_use() -> Iterator[None]:
+    """Leave what others still use: a client of NFS keeps open files, under names of its own."""
+    try:
+        yield
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        if error.errno not in (errno.EBUSY, errno.ENOTEMPTY, errno.EEXIST):
+            raise
 
 
 @contextlib.contextmanager
