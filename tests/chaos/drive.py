@@ -220,7 +220,7 @@ class Play:
     def _one(self) -> Ended:
         number = len(self.attempts) + 1
         before = self.scene.line_counts(), self.scene.snapshots(committed=True)
-        known = len(self.scene.attempt_lines())
+        known = self._known = len(self.scene.attempt_lines())
         inexact = [s for s in before[1] if self.scene.is_inexact(s)] if self.room.survivors else []
         ended = Ended(before, [name for name, _ in self._standing], inexact)
         began_s = time.monotonic()
