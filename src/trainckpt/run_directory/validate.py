@@ -19,6 +19,7 @@ same file systems; the tokens show if several hosts see one directory.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import time
@@ -36,6 +37,7 @@ from trainckpt.ranks.store import RANKS_TIMEOUT_S, gather_or_raise
 from trainckpt.snapshot import attempt_history
 from trainckpt.storage import fs_probe
 from trainckpt.storage.local import LocalTier
+from trainckpt.storage.store_errors import number_behind
 from trainckpt.storage.worker_pool import answer_within
 
 if TYPE_CHECKING:
@@ -296,29 +298,32 @@ class _VisibilityProbe:
             self._refuse(sorted(blind))
 
     def _write(self, writers: Sequence[int]) -> str:
-        if self._rank in writers:
-            until = time.monotonic() + self._patience_s()
-            while not answer_within(self._tier.url, self._create):
-                if time.monotonic() > until:
-                    raise TierUnavailable(f"{self._tier.url} does not keep what is written to it")
-                time.sleep(LOOK_AGAIN_S)
+        """Create the token, if this rank is one of `writers`.
+
+        Waits for a missing folder: another start of this run may be removing it just now, and a
+        client of a file server may still see a folder that another host has removed.
+        """
+        until = time.monotonic() + self._patience_s()
+        while self._rank in writers:
+            try:
+                answer_within(self._tier.url, self._create)
+                break
+            except TierUnavailable as error:
+                if number_behind(error) != errno.ENOENT or time.monotonic() > until:
+                    raise
+            time.sleep(LOOK_AGAIN_S)
         return self._token
 
-    def _create(self) -> bool:
-        """Return False if the folder was removed meanwhile.
-
-        Another start of this run may be removing it just now. A client of a file server may still
-        see a folder that another host has removed.
-        """
+    def _create(self) -> None:
         if not isinstance(self._tier, LocalTier):
             self._tier.replace(f"{PROBE}/{self._token}", b"")
-            return True
+            return
         self._made += self._tier.make_folder(PROBE)
         try:
             os.close(self._tier.disk.create(self._tier.root / PROBE / self._token))
-        except FileNotFoundError:
-            return False
-        return True
+        except FileNotFoundError as error:
+            why = f"{self._tier.url} does not keep what is written to it"
+            raise TierUnavailable(why) from error
 
     def _patience_s(self) -> float:
         """Return how long a host may see an outdated folder."""
