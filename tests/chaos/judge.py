@@ -131,7 +131,9 @@ def left_behind(play: Play) -> Iterator[str]:
     """What a finished run has left half written, or in memory."""
     run, foreign = play.places.run, set(play.foreign)
     for file in run.rglob(".tmp-*"):
-        if not (file.parent == run / ATTEMPTS and time.time() - file.stat().st_mtime < STALE_S):
+        if not (
+            file.parent in (run, run / ATTEMPTS) and time.time() - file.stat().st_mtime < STALE_S
+        ):
             yield f"{file.relative_to(run)} was left behind"  # a later attempt removes those
     for folder in (run / "snapshots").glob("*"):
         if folder not in foreign and not (folder / "manifest.json").exists():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from torch import nn
 
 import trainckpt
@@ -55,13 +57,17 @@ def test_nothing_is_pruned_for_a_manifest_that_is_damaged_on_the_disk(tmp_path, 
     assert len(usable(tmp_path)) == ckpt._attempt.saver.sequence > 2
 
 
-def test_an_attempt_that_has_nothing_left_to_save_removes_an_interrupted_save(tmp_path):
+def test_an_attempt_that_has_nothing_left_to_save_removes_what_killed_writers_left(tmp_path):
     attempt(tmp_path, **SAVING)
+    temporary = [tmp_path / ".tmp-1", tmp_path / "attempts" / ".tmp-2"]
+    for file in temporary:
+        file.write_bytes(b"half a record")
+        os.utime(file, (1e9, 1e9))
     interrupted = tmp_path / "snapshots" / "s1~1.9"
     interrupted.mkdir()
     (interrupted / "rank00000.safetensors").write_bytes(b"half a file")
     before = usable(tmp_path)
     _, again = attempt(tmp_path, **SAVING)
     assert again._attempt.saver.sequence == 0
-    assert not interrupted.exists()
+    assert not any(left.exists() for left in (interrupted, *temporary))
     assert usable(tmp_path) == before

@@ -39,7 +39,8 @@ def test_a_key_is_written_once_and_replaced_whole(tier):
     assert tier.read("k", max_bytes=9) == b"newer"
 
 
-def test_what_killed_writers_have_left_is_removed_once_it_is_old(tier):
+@pytest.mark.parametrize("folder", ["", "attempts"])
+def test_what_killed_writers_have_left_is_removed_once_it_is_old(tier, folder):
     for key, age_s in (
         ("1.json", 900),
         (".tmp-old", 601),
@@ -47,12 +48,13 @@ def test_what_killed_writers_have_left_is_removed_once_it_is_old(tier):
         ("2.json", 0),
         ("ahead", -3600),
     ):
-        tier.replace(f"attempts/{key}", b"x")
         at_s = 2e9 - age_s
-        os.utime(tier.root / "attempts" / key, (at_s, at_s))
-    tier.remove_stale("attempts", "attempts/2.json")
-    tier.remove_stale("nothing here", "attempts/2.json")
-    left = sorted(path.name for path in (tier.root / "attempts").iterdir())
+        tier.replace(f"{folder}/{key}".lstrip("/"), b"x")
+        os.utime(tier.root / folder / key, (at_s, at_s))
+    fresh = f"{folder}/2.json".lstrip("/")
+    tier.remove_stale(folder, fresh)
+    tier.remove_stale("nothing here", fresh)
+    left = sorted(path.name for path in (tier.root / folder).iterdir())
     assert left == [".tmp-new", "1.json", "2.json", "ahead"]
 
 

@@ -303,8 +303,9 @@ def _look(
     facts |= before_fact(tier, before)
     record = attempt_records.claim(tier, lambda n: AttemptRecord(n, facts=facts), newest)
     if isinstance(tier, LocalTier):
-        with suppress(TrainckptError):
-            tier.remove_stale(ATTEMPTS, attempt_records.record_key(record.attempt))
+        for folder in ("", ATTEMPTS):
+            with suppress(TrainckptError):
+                tier.remove_stale(folder, attempt_records.record_key(record.attempt))
     try:
         choice = _choose(reach, run, before, mode)
         for name in choice.candidates:  # readers would ignore every save that descends from it
