@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.process_dump.test_restore import RECORD
+from trainckpt.attempt import heartbeat
 from trainckpt.attempt.record_writer import AttemptId
 from trainckpt.attempt.status_files import (
     RESTORED_FILE,
@@ -29,7 +30,7 @@ from trainckpt.dumping import handshake
 from trainckpt.dumping.dump_choice import BOTH, DUMP, NOTHING, SNAPSHOT, DumpFacts, choose
 from trainckpt.dumping.handshake import DumpRequest, RankQuiesced
 from trainckpt.encryption import keys
-from trainckpt.errors import TierUnavailable
+from trainckpt.errors import NothingToResume, TierUnavailable
 from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.dump import DumpName
@@ -280,6 +281,24 @@ def test_pause_waits_for_a_supervisor_that_is_looking_and_not_for_one_that_is_no
     later.start()
     assert pause.wait_for_answer(tier, request.key, live) == chosen
     later.join()
+
+
+def test_pause_waits_for_no_dump_of_a_supervisor_without_a_sign_of_life(tmp_path, monkeypatch):
+    """It beats while it dumps, and pause waits as long as it does."""
+    monkeypatch.setattr(pause, "DUMP_SILENT_FOR_S", 0.5)
+    monkeypatch.setattr(pause, "LISTEN_EVERY_S", 0.05)
+    tier = LocalTier(tmp_path)
+    attempt_history.found_run(tier)
+    live = attempt_history.claim(tier, lambda number: AttemptRecord(number, None))
+    beating, ended = heartbeat.Heartbeat(tier, live.attempt), list[float]()
+    beating.start()
+    stops = threading.Timer(1.0, lambda: (ended.append(time.monotonic()), beating.stop()))
+    stops.start()
+    with pytest.raises(NothingToResume, match="its supervisor was killed meanwhile, or hangs"):
+        pause.wait_for_dump(tier, "notices/1-a.ask", live, None)
+    assert ended
+    assert time.monotonic() - ended[0] >= 0.4
+    stops.join()
 
 
 def test_looking_at_gpus_leaves_most_of_the_time_that_is_left(tmp_path, monkeypatch):

@@ -20,7 +20,6 @@ import os
 import secrets
 import socket
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt import heartbeat
@@ -52,7 +51,6 @@ from trainckpt.storage.denied_access import explain, is_denied
 from trainckpt.storage.local import LocalTier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from trainckpt.storage.base import RunTier
@@ -64,6 +62,7 @@ LEAVE_WITHIN_S = 5.0
 # How long after a heartbeat is gone the outcome must be there, or the heartbeat again: between the
 # last one of rank 0 and the first one of a dump, the other ranks come to rest.
 SILENT_FOR_S = 10.0
+DUMP_SILENT_FOR_S = 45.0  # besides the age of a heartbeat that counts: the host is busy then
 NAMED_ATTEMPTS = 3
 
 
@@ -199,7 +198,7 @@ def _dumped(
         if answer.choice == DUMP:
             elapsed_s, limit_s = time.monotonic() - start, arguments.deadline
             left_s = None if limit_s is None else max(0.0, limit_s - elapsed_s)
-            result = wait_for_dump(tier, key, partial(_read, tier, live), left_s, _say)
+            result = wait_for_dump(tier, key, live, left_s)
             if isinstance(result, AttemptRecord):
                 return result
             answer = result
@@ -401,22 +400,19 @@ def _why_no_answer(live: AttemptRecord) -> str:
 
 
 def wait_for_dump(
-    tier: RunTier,
-    key: str,
-    read: Callable[[], AttemptRecord],
-    limit_s: float | None,
-    say: Callable[[str], None],
+    tier: RunTier, key: str, live: AttemptRecord, limit_s: float | None
 ) -> AttemptRecord | DumpAnswer:
     """Return the attempt's record once it was dumped, or the answer with the reason against it.
 
-    What is being dumped gives no sign of life, so whether it is still being dumped is not known.
+    The supervisor writes the heartbeat while it dumps.
 
     Raises:
         NoAgreement: neither came within `limit_s`.
+        NothingToResume: the supervisor gives no sign of life any more.
     """
-    start = last_said = time.monotonic()
+    start = last_said = last_alive = last_listened = time.monotonic()
     while True:
-        record = read()
+        record = _read(tier, live)
         if record.outcome is not None:
             return record
         answer = dumper.read_answer(tier, key)
@@ -429,9 +425,19 @@ def wait_for_dump(
                 f"{limit_s:.1f} s; it may be yet",
                 hint=f"trainckpt list --attempts {tier.url}",
             )
+        if now - last_listened >= LISTEN_EVERY_S:
+            last_listened = now
+            if heartbeat.attempt_is_alive(tier, live.attempt):
+                last_alive = now
+        if now - last_alive >= DUMP_SILENT_FOR_S:
+            raise NothingToResume(
+                f"attempt {live.attempt} was not dumped: its supervisor was killed meanwhile, or "
+                f"hangs; no sign of life for {DUMP_SILENT_FOR_S:.0f} s",
+                hint=f"trainckpt list --attempts {tier.url}",
+            )
         if now - last_said >= SAY_EVERY_S:
             last_said = now
-            say(f"waiting for the dump, {now - start:.0f} s")
+            _say(f"waiting for the dump, {now - start:.0f} s")
         time.sleep(LOOK_EVERY_S)
 
 

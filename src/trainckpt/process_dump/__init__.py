@@ -5,6 +5,7 @@ criu              CRIU's command line: find it, check its abilities, dump; resto
 no_io_uring       starts a command without io_uring, which CRIU cannot dump
 process_tree      the tree's processes, open files and connections, and obstacles to a dump
 dump              writes images, then the record completing the dump
+dump_guard        frees the stopped processes if their supervisor is killed while it dumps
 restore           restores the processes, once
 encrypted_images  images of an encrypted run
 ids_and_ports     process ids and ports the restored tree needs again

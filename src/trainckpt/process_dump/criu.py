@@ -13,6 +13,7 @@ import os
 import re
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -58,6 +59,7 @@ _TAKEN = re.compile(
     r"|Unable to create a thread: -17\b|Thread pid mismatch"
 )
 _IN_USE = "Can't bind inet socket"
+_USUAL = "rlimit: Can't setup RLIMIT_NOFILE for self"  # without CAP_SYS_RESOURCE
 MOST_ERRORS, MOST_CHARACTERS = 3, 300
 
 
@@ -138,14 +140,19 @@ def is_privileged() -> bool:
     return bool(int(effective, 16) >> CAP_SYS_ADMIN & 1)
 
 
-def dump(program: Path, root: int, images: Path) -> str:
+def dump(program: Path, root: int, images: Path, held: Iterable[int] = ()) -> str:
     """Dump the tree under process `root` into `images`; the tree stays stopped.
+
+    Args:
+        program, root, images: CRIU, the root's process id, and the folder for the images.
+        held: Descriptors for CRIU to keep open while it works.
 
     Returns:
         "" on success, else CRIU's errors; the tree then runs on.
     """
     options = ["--tree", str(root), "--leave-stopped", "--timeout", str(COLLECT_WITHIN_S)]
-    return _tell(program, "dump", images, options)
+    run = partial(_run, limit_s=None, held=tuple(held))
+    return _tell(program, "dump", images, options, run)
 
 
 def restore(
@@ -179,10 +186,19 @@ def is_port_taken(log: str) -> bool:
 
 
 def said(log: str) -> str:
-    """Return the first errors in CRIU's log, without source lines; ids or ports in use first."""
+    """Return the first errors in CRIU's log, without source lines.
+
+    Ids or ports in use come first, and what CRIU says in every container last.
+    """
     errors = list(dict.fromkeys(_ERROR.findall(log))) or log.strip().splitlines()[-1:]
-    errors.sort(key=lambda error: not (is_number_taken(error) or is_port_taken(error)))
+    errors.sort(key=_rank)
     return "; ".join(errors[:MOST_ERRORS])[:MOST_CHARACTERS] or "nothing"
+
+
+def _rank(error: str) -> int:
+    if is_number_taken(error) or is_port_taken(error):
+        return 0
+    return 2 if error.startswith(_USUAL) else 1
 
 
 def _tell(
@@ -190,21 +206,22 @@ def _tell(
     verb: str,
     images: Path,
     options: list[str],
-    run: Callable[[list[str | Path]], subprocess.CompletedProcess[str]] | None = None,
+    run: Callable[[list[str | Path]], subprocess.CompletedProcess[str]],
 ) -> str:
     log = images / f"{verb}.log"
     with contextlib.suppress(OSError):
         log.unlink()  # from an earlier failed restore
     # No plugins: `gpu_state` handles GPUs, so CRIU gets a library folder without any.
     common = ["-D", str(images), "-o", log.name, "-v2", "--libdir", str(images), *FLAGS]
-    arguments = [verb, *options, *common]
-    completed = run([program, *arguments]) if run else _ask(program, *arguments, limit_s=None)
+    completed = run([program, verb, *options, *common])
     if completed.returncode == 0:
         return ""
-    try:
-        return said(log.read_text(encoding="utf-8", errors="replace"))
-    except OSError:
-        return said(completed.stderr)
+    text = completed.stderr
+    with contextlib.suppress(OSError):
+        text = log.read_text(encoding="utf-8", errors="replace")
+    if completed.returncode < 0:  # its log ends anywhere
+        return f"it was ended by {signal.Signals(-completed.returncode).name}"
+    return said(text)
 
 
 def _through(
@@ -235,22 +252,27 @@ def _through(
         return subprocess.CompletedProcess(command, process.returncode, "", errors.read())
 
 
-def _ask(
-    program: Path, *arguments: str, limit_s: float | None = ASK_WITHIN_S
+def _ask(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return _run([program, *arguments], limit_s=ASK_WITHIN_S)
+
+
+def _run(
+    command: list[str | Path], *, limit_s: float | None, held: tuple[int, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
-            [program, *arguments],
+            command,
             capture_output=True,
             text=True,
             errors="replace",
             stdin=subprocess.DEVNULL,
+            pass_fds=held,
             timeout=limit_s,
             check=False,
             start_new_session=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        return subprocess.CompletedProcess([str(program)], 1, "", str(error))
+        return subprocess.CompletedProcess(command, 1, "", str(error))
 
 
 # ---- the gate: a restored tree waits until this process lets it run

@@ -7,7 +7,7 @@
     4. commit     the record: from now on the dump exists
     5. end        kill the stopped processes; `await_gone` waits, for a restore needs their ids
 
-A failure before 4 leaves no images.
+A failure before 4 leaves no images. If this process is killed meanwhile, `dump_guard` stands in.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import SaveFailed
-from trainckpt.format.digest import digest
+from trainckpt.format.digest import digest, digest_blocks
 from trainckpt.format.dump import (
     DUMPS,
     IMAGES,
@@ -39,6 +39,7 @@ from trainckpt.format.dump import (
 )
 from trainckpt.format.names import SNAPSHOTS, SnapshotName
 from trainckpt.process_dump import criu, encrypted_images, ids_and_ports, process_tree
+from trainckpt.process_dump.dump_guard import guarded
 from trainckpt.process_dump.process_tree import send
 from trainckpt.storage.shared_memory import SharedMemoryDir
 
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 FIRST_S, BYTES_PER_S = 1.5, 250e6  # seen: 440 MB in 0.9 s, 580 MB on a busy machine in 2.4 s
 GONE_WITHIN_S, LOOK_EVERY_S = 30.0, 0.01
 MOST_REASONS, MOST_FREEZES = 5, 4
+DIGEST_BYTES = 64 << 20
 SNAPSHOT_STANDS = "`trainckpt doctor` says what this machine can do"
 
 
@@ -105,28 +107,41 @@ def take(tier: LocalTier, order: DumpOrder, variable: str) -> DumpRecord:
     """
     with _as_refusal("it could not be looked at"):
         pids = process_tree.processes(order.root)
-        tree_state = _look(order, pids, variable)
+        _look(order, pids, variable)
         _must_have_room(tier, pids, order.gpus.state.num_bytes if order.gpus else 0)
-    images = tier.root / order.name.folder / IMAGES
+    mark, record_path = f"{variable}={order.folder}", tier.root / order.name.record
     tier.make_folder(order.name.folder)
-    try:
-        with _as_refusal("the dump could not be written"), _without_gpus(order, pids):
-            pids, tree_state = _freeze(order, images, variable)
-            tasks = process_tree.tasks(pids)
-            keys: tuple[Wrapped, ...] = ()
-            if order.recipients:
-                keys = encrypted_images.encrypt(images, order.run, order.name, order.recipients)
-            _sync_written(tree_state)
-            record = _record(order, tasks, tree_state, _settle(images), keys)
-            tier.replace(order.name.record, record.dump())
-    except BaseException:
-        send(process_tree.processes(order.root), signal.SIGCONT)
-        with contextlib.suppress(OSError):
-            shutil.rmtree(tier.root / order.name.folder)
-        raise
-    send(pids, signal.SIGKILL)
+    with contextlib.ExitStack() as stack:
+        try:
+            with _as_refusal("the dump could not be written"):
+                guard = guarded(order.root, mark, record_path, may_go_on=order.gpus is None)
+                held = stack.enter_context(guard)
+                record, tasks, pids = _write(tier, order, pids, variable, held)
+        except BaseException:
+            send(process_tree.processes(order.root), signal.SIGCONT)
+            with contextlib.suppress(OSError):
+                shutil.rmtree(record_path.parent)
+            raise
+        send(pids, signal.SIGKILL)
     ids_and_ports.pass_over(tasks)
     return record
+
+
+def _write(
+    tier: LocalTier, order: DumpOrder, pids: list[int], variable: str, held: int
+) -> tuple[DumpRecord, list[int], list[int]]:
+    """Write images and record; return the record, the tasks, and the stopped processes."""
+    images = tier.root / order.name.folder / IMAGES
+    with _without_gpus(order, pids):
+        pids, tree_state = _freeze(order, images, variable, held)
+        tasks = process_tree.tasks(pids)
+        keys: tuple[Wrapped, ...] = ()
+        if order.recipients:
+            keys = encrypted_images.encrypt(images, order.run, order.name, order.recipients)
+        _sync_written(tree_state)
+        record = _record(order, tasks, tree_state, _settle(images), keys)
+        tier.replace(order.name.record, record.dump())
+    return record, tasks, pids
 
 
 @contextlib.contextmanager
@@ -181,7 +196,7 @@ def _without_gpus(order: DumpOrder, pids: list[int]) -> Iterator[None]:
 
 
 def _freeze(
-    order: DumpOrder, images: Path, variable: str
+    order: DumpOrder, images: Path, variable: str, held: int
 ) -> tuple[list[int], process_tree.TreeState]:
     """Stop the tree and write its images; return its processes and what they have open.
 
@@ -190,7 +205,7 @@ def _freeze(
     """
     for _ in range(MOST_FREEZES):
         images.mkdir(mode=0o700)
-        if reason := criu.dump(order.program, order.root, images):
+        if reason := criu.dump(order.program, order.root, images, [held]):
             raise SaveFailed(f"CRIU could not dump the processes: {reason}", hint=SNAPSHOT_STANDS)
         if order.gpus is not None:
             order.gpus.must_live()
@@ -268,7 +283,8 @@ def _digest(descriptor: int, size: int) -> str:
     if size == 0:
         return digest(b"")
     with mmap.mmap(descriptor, size, access=mmap.ACCESS_READ) as memory, memoryview(memory) as view:
-        return digest(view)
+        # In blocks: other threads, such as the heartbeat's, run between two of them.
+        return digest_blocks(view[at : at + DIGEST_BYTES] for at in range(0, size, DIGEST_BYTES))
 
 
 def this_host() -> Host:
