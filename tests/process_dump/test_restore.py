@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import replace
+import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from trainckpt.attempt.status_files import CLAIMED, RankStatus
+from trainckpt.cli.dumps import dumps_of
 from trainckpt.dumping.old_dumps import old_dumps, remove
 from trainckpt.errors import UnusableSnapshot
 from trainckpt.format import json_io
@@ -15,6 +19,7 @@ from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.format.digest import digest
 from trainckpt.format.dump import DumpName, DumpRecord, Host, Image, WrittenFile
 from trainckpt.process_dump import dump, restore
+from trainckpt.snapshot import attempt_history
 from trainckpt.storage.local import LocalTier
 from trainckpt.storage.shared_memory import SharedMemoryDir
 
@@ -152,6 +157,31 @@ def test_a_dump_is_numbered_after_every_snapshot_of_its_attempt_in_memory_too(tm
     memory.remove()
     (tmp_path / "dumps" / "dump~2.7").mkdir(parents=True)
     assert dump.next_name(tier, 2) == DumpName(2, 8)
+
+
+def test_a_dump_is_restored_in_the_run_directory_alone_that_its_processes_save_to(tmp_path):
+    """Restored from a copy they would save into the original, beside whoever resumes that."""
+    place = tmp_path / "run"
+    tier = LocalTier(place)
+    run = attempt_history.found_run(tier)
+    attempt_history.claim(tier, lambda number: AttemptRecord(number, None))
+    rank = RankStatus(rank=0, pid=100, host="here", run=str(place), attempt=1, state=CLAIMED)
+    told = {"rank0.json": json.dumps(asdict(rank)), "rank1.json": "{", "agent.json": "{}"}
+    taken = replace(RECORD, name=DumpName(1, 7), run=run, host=dump.this_host(), told=told)
+    tier.replace(taken.name.record, replace(taken, images=()).dump())
+
+    def reason(folder):
+        (found,) = dumps_of(LocalTier(folder))
+        return found.reason
+
+    assert reason(place) == ""
+    shutil.copytree(place, tmp_path / "copy")
+    elsewhere = f"its processes save to {place}, where it was taken"
+    assert reason(tmp_path / "copy") == elsewhere
+    place.rename(tmp_path / "moved")
+    assert reason(tmp_path / "moved") == elsewhere
+    place.symlink_to(tmp_path / "moved")
+    assert reason(place) == reason(tmp_path / "moved") == ""
 
 
 def test_images_of_dumps_that_no_resume_brings_back_are_given_back(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from trainckpt.attempt.launch import PYTHON
 from trainckpt.attempt.options import read_options
+from trainckpt.attempt.status_files import RankStatus, parse_status
 from trainckpt.cli.output import tell
 from trainckpt.dumping.old_dumps import why_superseded
 from trainckpt.encryption.keys import read_identities
@@ -104,7 +106,27 @@ def _why_not(tier: Tier, record: DumpRecord) -> str:
         path = Path(tier.url) / record.name.image(image.name)
         if reason := restore.why_incomplete(path, image):
             return f"the image {image.name} {reason}"
+    return _why_elsewhere(tier, record)
+
+
+def _why_elsewhere(tier: Tier, record: DumpRecord) -> str:
+    """Return why the processes would save in another directory than this one, or "".
+
+    Their run directory was moved, or this is a copy of it. Without a Checkpointer they save
+    nothing.
+    """
+    for name, text in record.told.items():
+        with contextlib.suppress(ValueError, RecursionError):
+            status = parse_status(json.loads(text), RankStatus) if name.startswith("rank") else None
+            if status is not None and status.attempt is not None and not _is_at(tier, status.run):
+                return f"its processes save to {status.run}, where it was taken"
     return ""
+
+
+def _is_at(tier: Tier, run: str) -> bool:
+    with contextlib.suppress(OSError, TrainckptError):
+        return Path(run_url.open_tier_at(run).url).samefile(tier.url)
+    return False
 
 
 # ---- options, and restoring
