@@ -44,6 +44,7 @@ DEATH = frozenset({1, 71, 74, -6, -9, -15, 134, 137, 143})  # of a rank, and wha
 STOP = frozenset({-15, -10, 143, 138})  # by a signal before the run began
 STORAGE = frozenset({65, 69, 71, 74})
 STARVED = DEATH | STORAGE | {-11, 139}
+NO_MEMORY = STARVED | {127}  # of the C library, without memory for a thread's data
 
 # Numbers of processes are no names: another chaos may have the same, in a namespace of its own.
 PROCESSES_GROUP = Path("/sys/fs/cgroup/pids") / f"trainckpt-chaos-{secrets.token_hex(4)}"
@@ -507,7 +508,7 @@ def _rows() -> Iterator[tuple[str, Fault]]:
     yield "host's clock", Fault(anywhere, set_clock)
     yield (
         "memory limit",
-        Fault(anywhere, limit, (resource.RLIMIT_AS, memory_of), unlimited, STARVED, {HANGS}),
+        Fault(anywhere, limit, (resource.RLIMIT_AS, memory_of), unlimited, NO_MEMORY, {HANGS}),
     )
     yield "out of memory", Fault(grouped, out_of_memory, (), more_memory, STARVED)
     least = resource.RLIMIT_NOFILE, descriptors_of

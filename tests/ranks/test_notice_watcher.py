@@ -201,6 +201,20 @@ def test_a_source_that_fails_is_named_and_the_others_are_heard(ranks):
     assert rank.watcher.problems == ["Broken failed: OSError: no such device"]
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_ranks_stop_where_a_host_has_no_thread_left_for_the_deadline(ranks, number):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    made = ranks(number, sources=[Once(STOP)], on_stop=refuse)
+    several = made if number > 1 else [made]
+    for dues in together(several):
+        assert dues[-1][1] == "stop"
+    for rank in several:
+        (problem,) = rank.watcher.problems
+        assert "can't start new thread" in problem
+
+
 def test_several_ranks_stop_where_one_of_them_was_asked_to(ranks):
     """All at the same boundary."""
     three = ranks(3, sources=[Once(STOP)])

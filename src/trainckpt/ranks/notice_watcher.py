@@ -268,11 +268,19 @@ class NoticeWatcher:
             if decision.failed:
                 self._fail_stop(decision.why)  # before main learns of it: this call does not return
             else:
-                self._on_stop(entry.now_left(decision.notice.seconds_left))
+                self._prepare_stop(entry.now_left(decision.notice.seconds_left))
         self._gate.decided(decision)
         with self._lock:
             self._open_rounds()
         self._wake.ring()
+
+    def _prepare_stop(self, seconds_left: float | None) -> None:
+        try:
+            self._on_stop(seconds_left)
+        except Exception as error:  # noqa: BLE001 - main waits at its boundary for the decision
+            self.problems.append(
+                f"could not prepare the stop, which goes on: {type(error).__name__}: {error}"
+            )
 
     def _fail_stop(self, why: str) -> None:
         if not self._gate.finished:

@@ -315,7 +315,11 @@ class Shutdown:
 
 
 def exit_soon(code: int, seconds: float) -> None:
-    """End this process so many seconds from now, unless it has ended before."""
+    """End this process so many seconds from now, unless it has ended before.
+
+    On a host without a thread left, only the process itself ends it.
+    """
     timer = threading.Timer(seconds, os._exit, [code])
     timer.daemon = True
-    timer.start()
+    with contextlib.suppress(RuntimeError):
+        timer.start()

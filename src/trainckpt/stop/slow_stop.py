@@ -26,9 +26,10 @@ class SlowStopWarning:
         """Start the timer; only the first call counts."""
         with self._lock:
             if self._timer is None and not self._over:
-                self._timer = threading.Timer(WAITS_S, _warn_of_pool)
-                self._timer.daemon = True
-                self._timer.start()
+                timer = threading.Timer(WAITS_S, _warn_of_pool)
+                timer.daemon = True
+                timer.start()
+                self._timer = timer  # once it has started: `end` joins it
 
     def end(self) -> None:
         """Cancel the timer and join its thread. May be repeated."""
