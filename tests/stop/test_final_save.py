@@ -262,6 +262,21 @@ def test_with_a_short_notice_the_save_stays_in_memory_and_the_next_attempt_goes_
     assert SharedMemoryDir.found(str(tmp_path / "run")) is None
 
 
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="gives a folder away: root")
+def test_a_save_in_another_users_memory_is_named_by_the_next_attempt(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv(shared_memory.ROOT_VARIABLE, str(tmp_path))
+    stop_on_a_slow_disk(tmp_path / "run")
+    newest = record(tmp_path / "run", 1)["outcome"]["snapshot"]
+    theirs = (tmp_path / f"trainckpt-{os.getuid()}").rename(tmp_path / "trainckpt-65533")
+    os.chown(theirs, 65533, 65533)
+    with caplog.at_level(logging.INFO, "trainckpt"):
+        _, ckpt = attempt(tmp_path / "run", epochs=3)
+    assert str(ckpt._attempt.beginning.manifest.name) != newest
+    (said,) = [line for line in caplog.messages if line.startswith(f"skipped snapshot {newest}")]
+    assert "attempt 1 kept it in the memory of" in said
+    assert said.endswith(f"; {theirs} belongs to another user")
+
+
 @pytest.mark.skipif(not arena.has_memfd(), reason="the system has no memfd")
 def test_memory_of_a_rank_s_own_is_no_place_for_a_last_save(tmp_path, monkeypatch):
     """It ends with the rank."""

@@ -14,7 +14,7 @@ import pytest
 
 from tests.faults.dead_mount import dead_mount, why_not
 from trainckpt.storage import arena as arenas
-from trainckpt.storage import direct_io, shared_memory
+from trainckpt.storage import counter_page, direct_io, replica_slots, shared_memory
 from trainckpt.storage.shared_memory import SharedMemoryDir
 
 FOLDER, FILE = "snapshots/s1~1.1", "rank00000.safetensors"
@@ -380,3 +380,15 @@ def test_what_ranks_of_an_earlier_attempt_left_is_given_back(place):
     names = sorted(path.name for path in (place.root / "arenas").iterdir())
     assert names == ["rank00000.0", "rank00001.0"]
     kept.close()
+
+
+@pytest.mark.timeout(30)  # a pipe that is opened waits for its other end for ever
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+def test_what_is_no_file_is_not_read(place, tmp_path, make):
+    for folder in (place.root / "snapshots", place.root / FOLDER):
+        folder.mkdir(mode=0o700)
+    for path in (f"{FOLDER}/{FILE}", f"{FOLDER}/{replica_slots.MANIFEST}", "counters-1"):
+        make(place.root / path)
+    assert place.held(FOLDER, FILE) is None
+    assert replica_slots.read_manifest(place, FOLDER, 99) is None
+    assert not counter_page.read_page(str(tmp_path), 1)

@@ -22,10 +22,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from trainckpt.attempt.log import logger
+from trainckpt.attempt.options import MEMORY, PARTNER
 from trainckpt.errors import REFUSALS, START_AGAIN, NoAgreement, UnusableSnapshot
 from trainckpt.format.attempt_record import FAILED, KILLED, STARTING, UNDECIDED
 from trainckpt.format.names import SnapshotName
 from trainckpt.snapshot import catalog
+from trainckpt.storage.shared_memory import folders_of_others
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -158,7 +160,7 @@ def _died_by_own_error(record: AttemptRecord) -> bool:
 def _gone(
     before: Mapping[int, AttemptRecord], known: tuple[catalog.Candidate, ...]
 ) -> dict[str, str]:
-    """Return recorded commits newer than all existing snapshots, now missing.
+    """Return recorded snapshots newer than all existing ones, now missing.
 
     An older missing one was pruned, in order.
     """
@@ -167,11 +169,33 @@ def _gone(
     recorded = {
         SnapshotName.parse(record.newest_commit or ""): number for number, record in before.items()
     }
-    return {
-        str(name): f"attempt {number} committed it, but it is missing"
+    reasons = {
+        name: f"attempt {number} committed it, but it is missing"
         for name, number in recorded.items()
-        if name and name not in names and (newest is None or name > newest)
+        if name
     }
+    for number, record in before.items():
+        outcome = record.outcome or {}
+        name = SnapshotName.parse(outcome.get("snapshot") or "")
+        if name and outcome.get("tiers") in _IN_MEMORY_ALONE:
+            reasons[name] = _not_in_memory(number, record)
+    return {
+        str(name): reason
+        for name, reason in reasons.items()
+        if name not in names and (newest is None or name > newest)
+    }
+
+
+_IN_MEMORY_ALONE = ([MEMORY], [PARTNER])
+
+
+def _not_in_memory(number: int, record: AttemptRecord) -> str:
+    hosts = record.facts.get("hosts")
+    where = ", ".join(dict.fromkeys(map(str, hosts))) if isinstance(hosts, list) else "its hosts"
+    closed = [f"{each} belongs to another user" for each in folders_of_others()]
+    return "; ".join(
+        [f"attempt {number} kept it in the memory of {where} alone, which has it no more", *closed]
+    )
 
 
 def _was_committed(

@@ -28,7 +28,10 @@ NUM_BYTES = mmap.PAGESIZE
 NUMBERS = 32  # in use
 _ITEM_BYTES = 8
 _NAME = re.compile(r"counters-(\d{1,9})")
-_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+# A pipe in place of the page must not block.
+_NO_FOLLOW = (
+    getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+)
 
 
 class CounterPage:

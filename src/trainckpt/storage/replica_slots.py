@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from stat import S_ISREG
 from typing import TYPE_CHECKING
 
 from trainckpt.storage.private_files import must_be_private, write_private
@@ -119,13 +120,17 @@ def write_manifest(memory_dir: SharedMemoryDir, folder: str, data: bytes) -> Non
 
 def read_manifest(memory_dir: SharedMemoryDir, folder: str, max_bytes: int) -> bytes | None:
     """Return the manifest; None if it is missing or longer than `max_bytes`."""
-    try:
-        descriptor = os.open(memory_dir.root / folder / MANIFEST, os.O_RDONLY | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    with os.fdopen(descriptor, "rb") as file:
-        data = file.read(max_bytes + 1)
-    return data if len(data) <= max_bytes else None
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe in its place must not block
+    with contextlib.suppress(OSError):
+        descriptor = os.open(memory_dir.root / folder / MANIFEST, flags)
+        try:
+            if S_ISREG(os.fstat(descriptor).st_mode):
+                with os.fdopen(descriptor, "rb", closefd=False) as file:
+                    data = file.read(max_bytes + 1)
+                return data if len(data) <= max_bytes else None
+        finally:
+            os.close(descriptor)
+    return None
 
 
 def release_manifests(memory_dir: SharedMemoryDir, keep: Iterable[str]) -> None:

@@ -43,7 +43,10 @@ _DEFAULT_ROOT = "/dev/shm"  # noqa: S108 - folders in it are private, and their 
 _OWNER, ARENAS, _FETCHING = "place", "arenas", "fetching"
 _LOOK_AGAIN_S = 0.02
 _MOMENT_S = 1.0  # for all run directories to answer
-_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+# A pipe in place of a file must not block.
+_NO_FOLLOW = (
+    getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+)
 _STORE_KEPT_S = 3 * 24 * 3600.0  # until unused memory of a run in an object store is removed
 _ROOM_BYTES = 64 << 20  # left free for loader workers: they pass batches through the same tmpfs
 
@@ -186,7 +189,8 @@ class SharedMemoryDir:
     def forget(self, folders: Iterable[str]) -> None:
         """Remove the names of these snapshots; their arenas stay."""
         for folder in folders:
-            shutil.rmtree(self.root / folder, ignore_errors=True)
+            if (self.root / folder).is_dir():  # a pipe would be opened, and waited for
+                shutil.rmtree(self.root / folder, ignore_errors=True)
 
     def keep_arenas(self, world: Collection[int], rank: int, own: Collection[Path]) -> None:
         """Remove needless arenas without a lock and without a published file.
@@ -312,6 +316,15 @@ def why_unavailable() -> str:
     if os.path.lexists(folder) and not is_private(folder):
         return f"{folder} belongs to, or is open to, another user"
     return f"{root} takes no folder of this user"
+
+
+def folders_of_others() -> list[Path]:
+    """Return the folders of other users in shared memory: nothing in them is read."""
+    root, found = os.environ.get(ROOT_VARIABLE) or _DEFAULT_ROOT, list[Path]()
+    with contextlib.suppress(OSError):
+        for folder in sorted(Path(root).glob("trainckpt-*")) if root != NONE else ():
+            found += [folder] if folder.lstat().st_uid != os.getuid() else []
+    return found
 
 
 def _try_lock(path: Path, *, remove: bool = False) -> bool:
