@@ -9,6 +9,8 @@ import pytest
 
 from tests.end_to_end.training import attempt, crashed, usable
 from trainckpt.cli.main import main as command
+from trainckpt.errors import TierUnavailable
+from trainckpt.storage.shared_memory import SharedMemoryDir
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="pipes are files of POSIX systems"),
@@ -67,6 +69,31 @@ def test_what_has_a_snapshots_name_is_passed_over_by_the_command(run, thing):
     assert command(["prune", "run", "--dry-run"]) == 0
     assert command(["prune", "run", "--keep-last", "2"]) == 0
     assert usable(run) == ["s3~1.3", "s4~1.4"]
+
+
+@pytest.mark.parametrize("thing", ["pipe", "socket", "link to itself", "folder of a folder"])
+def test_what_has_a_shard_files_name_refuses_its_snapshot_alone(run, thing, caplog):
+    file = run / "snapshots/s4~1.4/rank00000.safetensors"
+    file.unlink()
+    THINGS[thing](file)
+    SharedMemoryDir.found("run").remove()
+    assert usable(run)[-1] == "s3~1.3"
+    for verb in ("list", "status", "prune"):
+        assert command([verb, "run"]) == 0
+    caplog.set_level("INFO", "trainckpt")
+    _, ckpt = attempt("run")
+    assert str(ckpt._attempt.beginning.manifest.name) == "s3~1.3"
+    assert "skipped snapshot s4~1.4: snapshots/s4~1.4/rank00000.safetensors is " in caplog.text
+
+
+def test_snapshots_on_a_disk_that_is_not_mounted_are_named_before_training(run):
+    """Also where a slower tier has all of them: no save would succeed."""
+    attempt("run", tiers=["far"])
+    (run / "snapshots").rename(run.parent / "disk")
+    (run / "snapshots").symlink_to(run.parent / "unmounted")
+    with pytest.raises(TierUnavailable, match="unmounted, which does not exist"):
+        attempt("run", epochs=3, tiers=["far"])
+    assert [path.name for path in sorted((run / "attempts").glob("*.json"))] == ["1.json", "2.json"]
 
 
 @pytest.mark.parametrize("name", ["@eaDir", ".AppleDouble", ".tmp-copy-of-somebody"])

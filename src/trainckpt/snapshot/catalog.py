@@ -10,6 +10,7 @@ A pruned snapshot's folder, with files that newer snapshots refer to, is not lis
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -200,7 +201,13 @@ def _merged(
 
 def _is_there(manifest: Manifest, sizes: Sequence[Callable[[str], int | None]]) -> bool:
     """Return True if each file is in some tier with its full length."""
-    return all(any(s(key) == file.num_bytes for s in sizes) for key, file in _files(manifest))
+
+    def holds(size_of: Callable[[str], int | None], key: str, num_bytes: int) -> bool:
+        with contextlib.suppress(UnusableSnapshot):  # it is no file
+            return size_of(key) == num_bytes
+        return False
+
+    return all(any(holds(s, key, file.num_bytes) for s in sizes) for key, file in _files(manifest))
 
 
 def is_abandoned(name: SnapshotName, reach: Mapping[int, float]) -> bool:
@@ -310,7 +317,10 @@ def look(
     if manifest is None:
         return Candidate(name, None, usable=False, reason=NOT_COMMITTED)
     for key, file in _files(manifest):
-        size = size_of(key)
+        try:
+            size = size_of(key)
+        except UnusableSnapshot as error:  # it is no file
+            return Candidate(name, manifest, usable=False, reason=error.message)
         if size != file.num_bytes:
             what = "is missing" if size is None else f"has {size} bytes, not {file.num_bytes}"
             return Candidate(name, manifest, usable=False, reason=f"{file.name} {what}")

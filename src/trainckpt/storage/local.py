@@ -354,9 +354,14 @@ class LocalTier:
     def must_take_files(self, folder: str) -> None:
         """Try to create a file in `folder`, if there is one; raise `TierUnavailable` if denied."""
         path = self._path(f"{folder}/{TEMPORARY}{secrets.token_hex(8)}")
-        with self._translated("write", path), contextlib.suppress(FileNotFoundError):
-            os.close(self.disk.create(path))
-            self.disk.remove(path)
+        with self._translated("write", path):
+            try:
+                os.close(self.disk.create(path))
+            except FileNotFoundError:
+                if path.parent.is_symlink():  # to a file system that is not mounted
+                    raise
+            else:
+                self.disk.remove(path)
 
     def remove_folder(self, folder: str, keep: Collection[str] = ()) -> None:
         """Remove the files in `folder` except those in `keep`; without any, the folder too.
