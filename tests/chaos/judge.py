@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tests.chaos.drive import Ended, Play
 
 EXACT, FAILED = "exact", "failed"
+SERVERS_OWN = ".rclone_temp_put_"  # of an upload amid which the object server was killed
 FIRST_KEPT = 3  # steps, until each has its copy elsewhere
 MARK = re.compile(r"same data, not bitwise: ([\w ,]+)")
 OURS = ("internal error", "a bug of trainckpt")
@@ -136,7 +137,8 @@ def left_behind(play: Play) -> Iterator[str]:
         ):
             yield f"{file.relative_to(run)} was left behind"  # a later attempt removes those
     for folder in (run / "snapshots").glob("*"):
-        if folder not in foreign and not (folder / "manifest.json").exists():
+        ours = folder not in foreign and not any(folder.glob(f"{SERVERS_OWN}*"))
+        if ours and not (folder / "manifest.json").exists():
             yield f"snapshots/{folder.name} has no manifest, and was left behind"
     for host in range(play.room.hosts):
         memory = play.stage.memory_of(play.room, host)
