@@ -210,12 +210,23 @@ def lose_host(play: Play) -> str:
     return f"host {number}"
 
 
+def copy_alive(folder: Path, to: Path, **how: Any) -> None:
+    """Copy a folder from which files may vanish meanwhile; then once more from the beginning."""
+    for tries_left in reversed(range(20)):
+        shutil.rmtree(to, ignore_errors=True)
+        try:
+            shutil.copytree(folder, to, **how)
+            return
+        except shutil.Error:
+            if not tries_left:
+                raise
+
+
 def old_host(play: Play) -> str:
     """The host comes back with the memory that it had a while ago."""
     number = play.pick(range(play.room.hosts))
     memory, kept = play.stage.memory_of(play.room, number), play.places.folder / "old-memory"
-    shutil.rmtree(kept, ignore_errors=True)
-    shutil.copytree(memory, kept, ignore=shutil.ignore_patterns("hosts", "nsswitch.conf"))
+    copy_alive(memory, kept, ignore=shutil.ignore_patterns("hosts", "nsswitch.conf"))
     time.sleep(0.3)
     play.lose_host(number)
     shutil.copytree(kept, play.stage.memory_of(play.room, number), dirs_exist_ok=True)
@@ -227,8 +238,7 @@ def old_directory(play: Play) -> str:
     kept = play.places.folder / "old-run"
     if not play.places.run.is_dir():
         return ""
-    shutil.rmtree(kept, ignore_errors=True)
-    shutil.copytree(play.places.run, kept, ignore_dangling_symlinks=True)
+    copy_alive(play.places.run, kept, ignore_dangling_symlinks=True)
     time.sleep(0.3)
     play.attempt.kill()
     shutil.rmtree(play.places.run)
