@@ -151,6 +151,7 @@ def many(playing: Chaos, args: argparse.Namespace) -> int:
             break
         case = drive.draw(seed, args.rooms, args.faults)
         line, logs = playing.play(case)
+        line |= {k: v for k, v in (("of_rooms", args.rooms), ("of_faults", args.faults)) if v}
         lines.append(line)
         tell(line)
         if line["verdict"] == judge.FAILED:

@@ -12,7 +12,7 @@ from random import Random
 from tests.campaign.cases import Settings
 
 PLAIN, LIGHTNING, ACCELERATE, TRANSFORMERS = "plain", "lightning", "accelerate", "transformers"
-SPLIT = "accelerate, split batches"
+SPLIT = "accelerate split batches"
 EXAMPLES = {
     PLAIN: "char_gpt",
     LIGHTNING: "lightning_gpt",
@@ -105,7 +105,7 @@ class Room:
     def reference(self) -> str:
         """The name of the uninterrupted run that this one has to equal."""
         bits = f"-{'bf16' if self.bf16 else 'fp32'}"
-        trainer = self.trainer.replace(", ", "-").replace(" ", "-")
+        trainer = self.trainer.replace(" ", "-")
         return f"{trainer}-{self.layout}{self.ranks}-w{self.workers}{bits}"
 
     @property
