@@ -487,7 +487,7 @@ def _rows() -> Iterator[tuple[str, Fault]]:
     yield "launcher told", Fault(supervised, launcher, (signal.SIGTERM,), ends=STOP)
     yield "torchrun killed", Fault(supervised, agent, ends=DEATH)
     yield "host lost", Fault(on_hosts, lose_host, ends=DEATH)
-    yield "host back, old memory", Fault(on_hosts, old_host, ends=DEATH)
+    yield "host back with old memory", Fault(on_hosts, old_host, ends=DEATH)
     yield "old run directory", Fault(in_folder, old_directory, ends=DEATH, permits={OLDER})
     for name, number, kinds in (
         ("EIO", errno.EIO, ("read", "write", "sync")),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 GROUPS = (  # the table's columns, by what they tell of a room
     ("none", "ddp", "fsdp", "hsdp", "tp"),
-    ("plain", "lightning", "accelerate", "accelerate, split batches", "transformers"),
+    ("plain", "lightning", "accelerate", "accelerate split batches", "transformers"),
     ("local", "disk", "tmpfs-poor", "disk without links", "late file server"),
     ("s3", "s3 tier"),
     ("2 hosts", "3 hosts", "4 hosts", "partner", "xor:4", "rs:2+2"),
