@@ -1,8 +1,7 @@
 """Cases of chaos: random runs that meet random faults end exactly, or as they have promised.
 
 `python -m tests.chaos --only SEED` plays one of them and shows its logs. A case takes some seconds,
-the imports of its trainer included: so five of one or two plain ranks stay here, which share three
-references, and the other nineteen are long.
+so these 24 are of one or two plain ranks, which share a few references; other trainers' are long.
 """
 
 # ruff: noqa: PTH208 - a listing is what a client of the file server asks for
@@ -25,7 +24,8 @@ from tests.limits import HANG_S
 from tests.warm import ROOT
 
 on_a_stage = pytest.mark.skipif(bool(cannot_be_made()), reason=cannot_be_made() or "-")
-SEEDS = [66, 106, 302, 331, 387]
+SEEDS = [66, 106, 302, 331, 387, 33000, 33037, 33129, 40002, 40056, 40154, 60017]
+MORE_SEEDS = [*(33006, 33081, 33138, 40025, 40081, 40098, 40107, 40140, 40211, 40231, 60002, 40105)]
 LONG_SEEDS = [
     *(338, 480, 3000, 3001, 3002, 3004, 3005, 3006, 3008, 3009),
     *(3011, 3012, 3013, 3015, 3016, 3018, 3020, 3021, 3023),
@@ -33,7 +33,9 @@ LONG_SEEDS = [
 
 
 @on_a_stage
-@pytest.mark.parametrize("seeds", [SEEDS, pytest.param(LONG_SEEDS, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "seeds", [SEEDS, MORE_SEEDS, pytest.param(LONG_SEEDS, marks=pytest.mark.long)]
+)
 def test_runs_that_meet_random_faults_end_as_the_reference_or_as_promised(seeds):
     names = ",".join(map(str, seeds))
     played = subprocess.run(
