@@ -16,6 +16,7 @@ from tests.limits import HANG_S
 from tests.long_cases import long
 from tests.ranks.processes import preload, run_ranks
 from trainckpt.errors import ConfigurationError, TierUnavailable
+from trainckpt.storage.local import LocalTier
 from trainckpt.storage.shared_memory import SharedMemoryDir
 
 preload("tests.end_to_end.lora")
@@ -179,6 +180,23 @@ def test_a_silent_tier_with_nothing_newer_is_left_out_and_said(run, straight, ca
     parts, _ = attempt(run / "run", **in_order(run, "near", "far"))
     assert parts.state() == straight
     assert "the tier far is left out" in caplog.text
+
+
+def test_a_tier_that_denies_one_of_its_snapshots_is_left_out_and_said(
+    run, straight, caplog, monkeypatch
+):
+    """Such as one that another user has copied there."""
+    read, newest = LocalTier.read, usable(run / "run")[-1]
+
+    def denied(tier, key, *, max_bytes):
+        if tier.root == run / "far" and key.startswith(f"snapshots/{newest}/"):
+            raise TierUnavailable(f"cannot read {tier.root}/{key}: Permission denied")
+        return read(tier, key, max_bytes=max_bytes)
+
+    monkeypatch.setattr(LocalTier, "read", denied)
+    parts, _ = attempt(run / "run", **in_order(run, "near", "far"))
+    assert parts.state() == straight
+    assert "the tier far is left out: cannot read" in caplog.text
 
 
 def test_an_empty_place_with_a_silent_tier_begins_nothing(run):

@@ -55,6 +55,17 @@ def test_moto(moto_server, at):
         check(store.at(check.__name__))
 
 
+def test_names_that_no_file_can_have_are_passed_over(moto_server, at):
+    at(moto_server)
+    store = open_object_store("s3://bucket/odd")
+    store.replace("f/k", b"1")
+    for name in ("", ".", ".."):
+        store._client.put(f"bucket/odd/f/{name}", b"")
+    assert store.list("f") == ["k"]
+    store.remove_folder("f")
+    assert store.list("f") == []
+
+
 @pytest.mark.parametrize(
     ("server", "url"),
     [

@@ -158,8 +158,8 @@ class TierSet:
         while True:
             try:
                 return catalog.read_copies((self.run_tier, *self.answering), run, records, parse)
-            except TierUnavailable as error:
-                if not self._leave_out(error):
+            except TierUnavailable:
+                if not self._leave_out(run, records, parse):
                     raise
 
     def must_not_miss(
@@ -229,12 +229,14 @@ class TierSet:
             )
         return same
 
-    def _leave_out(self, error: TierUnavailable) -> bool:
-        """Leave out a tier that stopped answering meanwhile. Return False if none did."""
+    def _leave_out(
+        self, run: str, records: Mapping[int, AttemptRecord], parse: catalog.ManifestCache
+    ) -> bool:
+        """Leave out a tier that refused, if only one of its snapshots. Return False if none did."""
         for tier in self.answering:
             try:
-                tier.list("snapshots")
-            except TrainckptError:
+                catalog.read_copies((tier,), run, records, parse)
+            except TrainckptError as error:
                 self.leave(tier, error)
                 return True
         return False

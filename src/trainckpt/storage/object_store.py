@@ -407,8 +407,9 @@ class ObjectStoreTier:
         into[:] = data
 
     def _names(self, folder: str) -> Sequence[str]:
-        # Some programs make a marker object for a folder: its name in the folder is empty.
-        return sorted({each.name for each in self.entries(folder)} - {""})
+        # Some programs make a marker object for a folder: its name in the folder is empty. And
+        # dots are names to a store.
+        return sorted({each.name for each in self.entries(folder)} - {"", ".", ".."})
 
     def _probe(self) -> bool:
         """Create one name twice; return True if the store refused the second."""
