@@ -556,6 +556,22 @@ def test_what_somebody_else_has_brought_back_is_not_ended(counting, monkeypatch)
         os.kill(int(said), 9)
 
 
+def test_what_a_killed_criu_leaves_is_ended_before_it_has_its_environment(counting, monkeypatch):
+    """It would stand beside the run that goes on from a snapshot."""
+    record = counting.dump()
+    monkeypatch.setattr(dump, "GONE_WITHIN_S", 0.1)
+    with subprocess.Popen(["sleep", "600"], env={}) as other:
+        with subprocess.Popen(["sh", "-c", "sleep 600 & wait"], env={}) as root:
+            until = time.monotonic() + HANG_S
+            while len(pids := process_tree.processes(root.pid)) < 2:
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            restore.kill(replace(record, tasks=(*pids, other.pid)), [other.pid])
+            assert [pid for pid in pids if heartbeat.is_alive(pid)] == []
+        assert heartbeat.is_alive(other.pid)
+        other.kill()
+
+
 class Slower(NamedRun):
     """Somebody else claims an attempt first, and does not ask for the dump."""
 

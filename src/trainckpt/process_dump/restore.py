@@ -193,12 +193,13 @@ class RestorableDump:
     def _restore_once(self, may_go: Callable[[], object], held: Iterable[int]) -> str:
         """Run `criu.restore`; end all remaining processes after any failure."""
         error_text = "it was broken off"
+        before = process_tree.processes(os.getpid())
         ids_and_ports.pass_over(self.record.tasks)
         try:
             error_text = criu.restore(self.program, self.images, may_go, held)
         finally:
             if error_text:
-                kill(self.record)
+                kill(self.record, before)
         return error_text
 
 
@@ -317,14 +318,23 @@ def _new_beside(path: Path, ending: str) -> BinaryIO:
     raise AssertionError
 
 
-def kill(record: DumpRecord) -> None:
-    """End all remains of a failed restore below this process: tasks with its ids and its variable.
+def kill(record: DumpRecord, besides: Collection[int] = ()) -> None:
+    """End all remains of a failed restore below this process: whatever has one of its ids.
 
-    Processes restored by another supervisor are not touched.
+    A CRIU that is killed leaves processes that are restored in part: without their environment yet,
+    and starting others. Processes restored by another supervisor are not touched, nor `besides`.
     """
-    own_pids = {*process_tree.processes(os.getpid())}
-    marked_pids = {*process_tree.marked(VARIABLE, record.folder)} & {*record.tasks}
-    process_tree.send(marked_pids & own_pids, signal.SIGKILL)
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while time.monotonic() < deadline:
+        own_pids = {*process_tree.processes(os.getpid())} - {os.getpid(), *besides}
+        remains = own_pids & {*record.tasks}
+        if not remains:
+            break
+        process_tree.send(remains, signal.SIGKILL)
+        for pid in remains:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(LOOK_EVERY_S)
     await_gone(record)  # also reaps the root, a child of this process
 
 
