@@ -41,7 +41,7 @@ LINGER_S = 60.0  # so long may processes take to follow the one that was launche
 STILL_S = 1.5  # without a line: the ranks stand at the gate
 LOOK_S = 0.003
 ORDERLY = (0, 75)
-THREAD_ENDED = "Exception ignored in thread started by"
+STUCK = ("Exception ignored in thread started by", "_resource_sharer.register(")
 REFUSALS = (65, 66, 69, 78)
 
 
@@ -135,7 +135,7 @@ class Ended:
     @property
     def may_hang(self) -> bool:
         permitted = any(HANGS in CATALOGUE[name].permits for name in self.faults)
-        return permitted and THREAD_ENDED in self.log
+        return permitted and any(text in self.log for text in STUCK)
 
     @property
     def finished(self) -> bool:

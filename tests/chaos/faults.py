@@ -4,7 +4,8 @@
     permits  what may happen to the run besides: that an older snapshot is used, or a start refused
 
 Python waits for ever for a thread that ends for want of memory before its first instruction, so a
-rank under a limit of memory may hang, if its log names such a thread.
+rank under a limit of memory may hang, if its log names such a thread. So may one whose loader
+worker finds no thread to hand a batch over.
 
 Where survivors save, a death may also lead to the same data, if the run says so.
 
@@ -525,7 +526,7 @@ def _rows() -> Iterator[tuple[str, Fault]]:
     yield "descriptors", Fault(anywhere, limit, least, unlimited, STARVED)
     small = resource.RLIMIT_FSIZE, file_size_of
     yield "file size", Fault(anywhere, limit, small, unlimited, STARVED | {-25, 153})
-    yield "processes", Fault(pids_can_be_limited, groups, (), no_groups, STARVED)
+    yield "processes", Fault(pids_can_be_limited, groups, (), no_groups, STARVED, {HANGS})
 
 
 CATALOGUE = dict(_rows())
