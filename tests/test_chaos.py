@@ -17,7 +17,7 @@ import time
 
 import pytest
 
-from tests.chaos import disk, drive, judge, late_disk, report
+from tests.chaos import disk, drive, judge, late_disk, report, rooms
 from tests.chaos.faults import CATALOGUE
 from tests.chaos.stage import cannot_be_made
 from tests.limits import HANG_S
@@ -51,8 +51,12 @@ def test_runs_that_meet_random_faults_end_as_the_reference_or_as_promised(seeds)
 
 def test_a_seed_stands_for_one_case_and_every_fault_is_drawn():
     drawn = [drive.draw(seed) for seed in range(400)]
+    assert rooms.DUMPS not in {case.room.launcher for case in drawn}
+    drawn += [drive.draw(seed, [rooms.DUMPS]) for seed in range(400)]
 
-    assert drawn == [drive.draw(seed) for seed in range(400)]
+    assert drawn[:400] == [drive.draw(seed) for seed in range(400)]
+    assert drawn[400:] == [drive.draw(seed, [rooms.DUMPS]) for seed in range(400)]
+    assert {case.room.launcher for case in drawn[400:]} == {rooms.DUMPS}
     assert {shot.fault for case in drawn for shot in case.shots} == set(CATALOGUE)
     assert all(CATALOGUE[s.fault].needs(case.room) for case in drawn for s in case.shots)
 

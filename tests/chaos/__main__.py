@@ -29,6 +29,7 @@ from tests.campaign.__main__ import append, seconds
 from tests.campaign.campaign import reference_digest
 from tests.chaos import drive, judge, report, rooms
 from tests.chaos.stage import stage, why_not
+from trainckpt.process_dump import criu
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,7 +100,8 @@ def main() -> int:
         alone = str(Path(__file__).parents[1] / "alone.py")
         words = [sys.executable, "-I", "-S", alone, sys.executable, "-m", "tests.chaos"]
         return subprocess.call([*words, *sys.argv[1:]], env={**os.environ, ALONE: "1"})
-    if why := why_not():
+    without_dumps = criu.examine().why_not if rooms.DUMPS in args.rooms else ""
+    if why := why_not() or without_dumps:
         print(f"no chaos here: {why}", file=sys.stderr)
         return 1
     folder = Path(tempfile.mkdtemp(prefix="trainckpt-chaos-"))

@@ -9,18 +9,17 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests import warm
 from tests.campaign import launch
 from tests.campaign.gate import GATE
 from tests.chaos import rooms
-from tests.chaos.rooms import RUN, S3, TIER
+from tests.chaos.rooms import DUMPS, RANKS, S3, TIER
 from tests.s3_servers import BUCKET
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.chaos.rooms import Room
     from tests.chaos.stage import Stage
 
@@ -78,17 +77,24 @@ class Attempt:
         self._stage, self._room, self._places = stage, room, places
         stage.begin(room)
         self._known = set(launch.process_groups())
-        self.gate = places.folder / f"gate{number}"
+        # Restored processes know the gate of the attempt that was dumped.
+        self.gate = places.folder / ("gate" if room.launcher == DUMPS else f"gate{number}")
+        self.gate.unlink(missing_ok=True)
+        self.environment = {**launch.environment(), **self._options(0)}
         self.log = places.folder / f"attempt{number}.log"
         self.log.touch()
         self._out = os.open(self.log, os.O_WRONLY | os.O_APPEND)
         self._port = launch.free_port() if room.hosts == 1 else PORT + number % 1000
         self.launched_s = time.monotonic()
         script = [str(launch.ROOT / "tests/chaos/train.py"), *self._example()]
-        if room.launcher == RUN:
+        if room.launcher == DUMPS and (places.run / "run.json").exists():
+            words = ["-m", "trainckpt", "resume", "--max-restarts", str(restarts), places.name]
+            self._processes = [self._start(words, 0, {})]
+        elif room.launcher != RANKS:
             options = ["--nproc-per-node", str(room.ranks), "--max-restarts", str(restarts)]
             address = ["--master-addr", "127.0.0.1", "--master-port", str(self._port)]
             words = ["-m", "trainckpt", "run", *options, *address, "--", *script]
+            words[3:3] = ["--dumps", "on"] if room.launcher == DUMPS else []
             self._processes = [self._start(words, 0, {})]
         else:
             self._processes = [
@@ -165,7 +171,7 @@ class Attempt:
 
     def rank_pids(self) -> dict[int, int]:
         """The ranks that live."""
-        if self._room.launcher != RUN:
+        if self._room.launcher == RANKS:
             return {r: p.pid for r, p in enumerate(self._processes) if launch.alive(p.pid)}
         found = {}
         for pid in self.members():
@@ -173,6 +179,16 @@ class Attempt:
             if rank is not None and above and launch.variable(above, "RANK") is None:
                 found[int(rank)] = pid
         return found
+
+    def criu_pids(self) -> list[int]:
+        """CRIU, while it dumps or restores."""
+        return [pid for pid in self.members() if self._name(pid) == "criu"]
+
+    def _name(self, pid: int) -> str:
+        try:
+            return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+        except OSError:
+            return ""
 
     def children(self, rank: int) -> list[int]:
         """Processes that a rank has started: loader workers, and what writes for it."""

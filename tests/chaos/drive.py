@@ -10,17 +10,19 @@ where they save what is left. It launches again until the run has finished, or i
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from tests.campaign.watch import Scene
 from tests.chaos import rooms
-from tests.chaos.attempt import Attempt, Places
+from tests.chaos.attempt import PACE_S, Attempt, Places
 from tests.chaos.faults import CATALOGUE, HANGS, MOST_S, WEIGHTS
-from tests.chaos.rooms import RUN
+from tests.chaos.rooms import DUMPS, RANKS
 from trainckpt.encryption import keys
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from tests.chaos.rooms import Room
     from tests.chaos.stage import Stage
 
-TRAINS, SAVES, BEGINS = "training", "save", "start"  # moments
+TRAINS, SAVES, BEGINS, DUMPED = "training", "save", "start", "dump"  # moments
 MOST_ATTEMPTS = 12
 LIMIT_S, RANK_S = 75.0, 15.0  # longer is a hang; more for each rank
 SUPERVISED_S = 60.0  # more for each launch by `trainckpt run`
@@ -40,6 +42,7 @@ GRACE_S, SURVIVORS_S = 2.0, 25.0  # from a rank's death to that of the others
 LINGER_S = 60.0  # so long may processes take to follow the one that was launched
 STILL_S = 1.5  # without a line: the ranks stand at the gate
 LOOK_S = 0.003
+DUMPS_PACE_S = 0.1  # a micro-batch, where `trainckpt pause` has to come in time
 ORDERLY = (0, 75)
 STUCK = ("Exception ignored in thread started by", "_resource_sharer.register(")
 REFUSALS = (65, 66, 69, 78)
@@ -51,8 +54,8 @@ class Shot:
 
     Attributes:
         fault: Its name in the catalogue.
-        moment: What it waits for: so many micro-batches of the attempt, a save that has begun, or
-            a while after the launch.
+        moment: What it waits for: so many micro-batches of the attempt, a save that has begun, a
+            while after the launch, or after a dump has begun.
         after: Micro-batches, or hundredths of a second.
         lasts_s: How long, of one that lasts; None: until the attempt ends.
         share: Uniform in [0, 1), for whatever the fault has to choose.
@@ -88,6 +91,8 @@ def draw(seed: int, among: Sequence[str] = (), only: Sequence[str] = ()) -> Case
         possible = [n for n, f in CATALOGUE.items() if f.needs(room) and (not only or n in only)]
         if possible:
             break
+    if room.launcher == DUMPS and not only:
+        return Case(seed, room, _around_dumps(random, possible), random.choice([0, 2]))
     number = random.choices([1, 2, 3, 4], [3, 4, 2, 1])[0]
     shots = tuple(_shot(random, possible, first=not i) for i in range(number))
     return Case(seed, room, shots, random.choice([0, 2]))
@@ -100,6 +105,21 @@ def _shot(random: Random, possible: Sequence[str], *, first: bool) -> Shot:
     weights = [WEIGHTS.get(CATALOGUE[name].needs, 1) for name in possible]
     fault = random.choices(possible, weights)[0]
     return Shot(fault, moment, after, lasts_s, random.random())
+
+
+def _around_dumps(random: Random, possible: Sequence[str]) -> tuple[Shot, ...]:
+    """One or two dumps. Others meet the dump, the restore, or the training before or after it."""
+    shots = list[Shot]()
+    for _ in range(random.choice([1, 2])):
+        if random.random() < 0.2:
+            shots.append(_shot(random, possible, first=not shots))
+        shots.append(Shot("dump", TRAINS, random.randrange(1, 9), None, random.random()))
+        for moment in (DUMPED, BEGINS):
+            if random.random() < 0.5:
+                shot = _shot(random, possible, first=False)
+                after = random.randrange(300 if moment == DUMPED else 600)
+                shots.append(replace(shot, moment=moment, after=after))
+    return tuple(shots)
 
 
 @dataclass
@@ -157,6 +177,8 @@ class Play:
         self.limited: list[tuple[int, int, tuple[int, int]]] = []
         self.foreign: list[Path] = []
         self.group = ExitStack()
+        self.asking: list[subprocess.Popen[bytes]] = []
+        self._asked = 0
         self._standing: list[tuple[str, float | None]] = []  # with the time of its end
         self._known = 0
         self._random = Random()
@@ -181,6 +203,26 @@ class Play:
     def has_begun(self) -> bool:
         """Whether the attempt has read the run."""
         return len(self.scene.attempt_lines()) > self._known
+
+    def ask(self, *words: str) -> None:
+        """Start a command of the attempt's user, which nobody waits for."""
+        command = [sys.executable, "-m", "trainckpt", *words]
+        self._asked += 1
+        with (self.places.folder / f"asked{self._asked}.log").open("wb") as log:
+            options = {"stdout": log, "stderr": log, "stdin": subprocess.DEVNULL}
+            process = subprocess.Popen(command, env=self.attempt.environment, **options)
+        self.asking.append(process)
+
+    def dumps(self) -> list[Path]:
+        """The run's dumps, begun or committed."""
+        return sorted(self.places.run.glob("dumps/*"))
+
+    def is_asking(self) -> bool:
+        return any(process.poll() is None for process in self.asking)
+
+    def asked(self) -> str:
+        """What the newest command has said."""
+        return (self.places.folder / f"asked{self._asked}.log").read_text(errors="replace")
 
     def lose_host(self, number: int) -> None:
         """With its processes and its memory; a new one takes its place at once."""
@@ -225,7 +267,12 @@ class Play:
         ended = Ended(before, [name for name, _ in self._standing], inexact)
         began_s = time.monotonic()
         self.attempt = Attempt(
-            self.stage, self.room, self.places, number, restarts=self.case.restarts
+            self.stage,
+            self.room,
+            self.places,
+            number,
+            restarts=self.case.restarts,
+            pace_s=DUMPS_PACE_S if self.room.launcher == DUMPS else PACE_S,
         )
         try:
             self._see_through(ended)
@@ -242,7 +289,7 @@ class Play:
     def _see_through(self, ended: Ended) -> None:
         """Until nobody runs: shoot, end what lasts, stand for the launcher."""
         limit_s = LIMIT_S + RANK_S * self.room.ranks
-        limit_s += SUPERVISED_S * (self.case.restarts + 1) if self.room.launcher == RUN else 0
+        limit_s += SUPERVISED_S * (self.case.restarts + 1) if self.room.launcher != RANKS else 0
         deadline, dead_since = time.monotonic() + limit_s, None
         watch = _Watch(self, ended)
         grace_s = SURVIVORS_S if self.room.survivors else GRACE_S
@@ -251,9 +298,8 @@ class Play:
             self._end_due(now)
             if self.shots and dead_since is None and watch.is_due(self.shots[0]):
                 self._shoot(self.shots.pop(0), ended)
-            if not self.shots and not self._standing:
-                self.attempt.gate.touch()
-            if not self.shots and watch.stands_still():
+            is_free = not self.shots and not self.is_asking()
+            if is_free and (not self._standing or watch.stands_still()):
                 self.attempt.gate.touch()  # what lasts may last until the end of the run
             if any(code not in (None, *ORDERLY) for code in codes):
                 dead_since = dead_since or now
@@ -293,7 +339,11 @@ class Play:
                 self._over(name, CATALOGUE[name])
 
     def _settle(self) -> None:
-        """Whatever lasts is over."""
+        """Whatever lasts is over, and nobody asks any more."""
+        for process in self.asking:
+            process.kill()
+            process.wait()
+        self.asking = []
         for name, _ in list(self._standing):
             self._over(name, CATALOGUE[name])
 
@@ -308,15 +358,21 @@ class _Watch:
     def __init__(self, play: Play, ended: Ended) -> None:
         self._play, self._ended, self._before = play, ended, ended.before
         self._count, self._since = 0, time.monotonic()
+        self._old_dumps, self._dump_s = {*play.scene.run.glob("dumps/*")}, None
         self._old = {*ended.before[1], *play.scene.snapshots(committed=False)}
 
     def is_due(self, shot: Shot) -> bool:
-        if self.stands_still():
+        now_s = time.monotonic()
+        if self.stands_still() and not self._play.is_asking():
             return True
         if shot.moment == BEGINS:
             if any(CATALOGUE[name].end is None for name, _, _ in self._ended.hits):
                 return False  # that one ends the attempt: this is for the next
-            return time.monotonic() > self._play.attempt.launched_s + shot.after / 100
+            return now_s > self._play.attempt.launched_s + shot.after / 100
+        if shot.moment == DUMPED:
+            found = [f for f in self._play.scene.run.glob("dumps/*") if f not in self._old_dumps]
+            self._dump_s = self._dump_s or (time.monotonic() if found else None)
+            return self._dump_s is not None and now_s > self._dump_s + shot.after / 100
         trained = self._trained()
         if shot.moment == TRAINS:
             return trained >= shot.after

@@ -22,6 +22,7 @@ import resource
 import secrets
 import shutil
 import signal
+import subprocess
 import time
 from dataclasses import dataclass
 from functools import cache
@@ -29,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.chaos import disk, rooms
-from tests.chaos.rooms import RUN, S3, TIER
+from tests.chaos.rooms import DUMPS, RUN, S3, TIER
 from tests.faults import cgroup
 from tests.faults.s3_proxy import DROP, HOLD, SLOW
 
@@ -49,6 +50,7 @@ NO_MEMORY = STARVED | {127}  # of the C library, without memory for a thread's d
 
 # Numbers of processes are no names: another chaos may have the same, in a namespace of its own.
 PROCESSES_GROUP = Path("/sys/fs/cgroup/pids") / f"trainckpt-chaos-{secrets.token_hex(4)}"
+LISTENED_S = 1.5  # within that every rank has looked for notices
 MOST_S = 15.0  # longer than `survivors` waits for a rank, and than a store may be silent
 
 
@@ -110,12 +112,17 @@ def has_tier(room: Room) -> bool:
 
 
 def supervised(room: Room) -> bool:
-    return room.launcher == RUN
+    return room.launcher in (RUN, DUMPS)
+
+
+def dumping(room: Room) -> bool:
+    return room.launcher == DUMPS
 
 
 # How much likelier a fault is drawn in the few rooms where it is possible.
 WEIGHTS = {
     supervised: 9,
+    dumping: 9,
     has_tier: 12,
     in_store: 5,
     on_no_disk: 2,
@@ -200,6 +207,63 @@ def agent(play: Play) -> str:
         return ""
     play.attempt.signal([pid], signal.SIGKILL)
     return "torchrun"
+
+
+# ---- process dumps
+
+
+def pause(play: Play) -> str:
+    """The user asks for a dump; by that the attempt ends, if nothing else ends it."""
+    if not play.has_begun and not play.dumps():
+        return ""
+    play.ask("pause", "--dump", play.places.name)
+    until_s = time.monotonic() + MOST_S
+    while play.is_asking() and "will stop at" not in play.asked() and time.monotonic() < until_s:
+        time.sleep(0.01)
+    time.sleep(LISTENED_S)
+    play.attempt.gate.touch()  # or ranks would never come to their next boundary
+    return "trainckpt pause"
+
+
+def criu(play: Play, number: int) -> str:
+    """CRIU, once it works on a dump or on a restore."""
+    until_s = time.monotonic() + 10
+    while not (pids := play.attempt.criu_pids()) and time.monotonic() < until_s:
+        time.sleep(0.01)
+    time.sleep(0.3 * play.pick_share())
+    play.held = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    play.attempt.signal(play.held, number)
+    return f"{len(play.held)} processes" if play.held else ""
+
+
+def rot_in_dump(play: Play) -> str:
+    return flip_one_of(play, play.places.run.glob("dumps/*/images/*"))
+
+
+def lose_image(play: Play) -> str:
+    images = sorted(play.places.run.glob("dumps/*/images/*"))
+    play.attempt.kill()
+    if not images:
+        return ""
+    image = play.pick(images)
+    image.unlink(missing_ok=True)
+    return f"{image.parent.parent.name}/{image.name}"
+
+
+def full_for_dumps(play: Play) -> str:
+    """Dumps would lie on a disk of their own, which is too small."""
+    folder = play.places.run / "dumps"
+    if not (play.places.run / "run.json").exists():
+        return ""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    size_mb = 1 + int(play.pick_share() * 300)
+    options = f"size={size_mb}m,mode=0700"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=True)
+    return f"{size_mb} MB"
+
+
+def room_for_dumps(play: Play) -> None:
+    subprocess.run(["umount", "-l", play.places.run / "dumps"], check=True)
 
 
 # ---- hosts
@@ -487,6 +551,12 @@ def _rows() -> Iterator[tuple[str, Fault]]:
     yield "launcher suspended", Fault(supervised, launcher, (signal.SIGSTOP,), wake)
     yield "launcher told", Fault(supervised, launcher, (signal.SIGTERM,), ends=STOP)
     yield "torchrun killed", Fault(supervised, agent, ends=DEATH)
+    yield "dump", Fault(dumping, pause, ends=STOP)
+    yield "CRIU killed", Fault(dumping, criu, (signal.SIGKILL,))
+    yield "CRIU suspended", Fault(dumping, criu, (signal.SIGSTOP,), wake)
+    yield "bit in the dump", Fault(dumping, rot_in_dump, ends=DEATH)
+    yield "image lost", Fault(dumping, lose_image, ends=DEATH)
+    yield "disk of dumps full", Fault(dumping, full_for_dumps, (), room_for_dumps)
     yield "host lost", Fault(on_hosts, lose_host, ends=DEATH)
     yield "host back with old memory", Fault(on_hosts, old_host, ends=DEATH)
     yield "old run directory", Fault(in_folder, old_directory, ends=DEATH, permits={OLDER})

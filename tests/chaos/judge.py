@@ -140,6 +140,9 @@ def left_behind(play: Play) -> Iterator[str]:
         ours = folder not in foreign and not any(folder.glob(f"{SERVERS_OWN}*"))
         if ours and not (folder / "manifest.json").exists():
             yield f"snapshots/{folder.name} has no manifest, and was left behind"
+    for folder in [f for name in ("images", "opened") for f in run.glob(f"dumps/*/{name}")]:
+        if any(folder.iterdir()):
+            yield f"{folder.relative_to(run)} was left behind"
     for host in range(play.room.hosts):
         memory = play.stage.memory_of(play.room, host)
         names = sorted(str(f.relative_to(memory)) for f in memory.glob("trainckpt-*/*"))

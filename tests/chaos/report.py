@@ -20,7 +20,7 @@ GROUPS = (  # the table's columns, by what they tell of a room
     ("local", "disk", "tmpfs-poor", "disk without links", "late file server"),
     ("s3", "s3 tier"),
     ("2 hosts", "3 hosts", "4 hosts", "partner", "xor:4", "rs:2+2"),
-    ("survivors", "encrypted", "bf16", "workers", "trainckpt run"),
+    ("survivors", "encrypted", "bf16", "workers", "trainckpt run", "dumps"),
     ("save every step", "save few", "save never"),
 )
 
@@ -37,6 +37,8 @@ def line_of(case: Case, attempts: list[Ended], verdict: str, why: str) -> dict[s
             for number, ended in enumerate(attempts, 1)
             for name, where, trained in ended.hits
         ],
+        "dumped": sum(ended.log.count("dumped as dump~") for ended in attempts),
+        "restored": sum(ended.log.count(": restored dump~") for ended in attempts),
         "missed": len(case.shots) - sum(len(ended.hits) for ended in attempts),
         "codes": [ended.codes for ended in attempts],
         "verdict": verdict,

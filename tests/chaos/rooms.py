@@ -30,7 +30,7 @@ MODULES = {  # loaded before ranks are forked; with more, a thread of Arrow's al
 LOCAL, DISK, POOR, S3, TIER = "local", "disk", "tmpfs-poor", "s3", "s3 tier"
 NO_LINKS, LATE = "disk without links", "late file server"
 ON_DISK = (DISK, POOR, NO_LINKS)
-RANKS, RUN = "ranks", "trainckpt run"
+RANKS, RUN, DUMPS = "ranks", "trainckpt run", "dumps"
 PARTNER, XOR, RS = "partner", "xor:4", "rs:2+2"
 ACCUMULATE, NEVER = 3, 1_000_000
 LATE_SHARE = 0.4
@@ -72,7 +72,8 @@ class Room:
             changes late, an object store, or a folder with the store as a slower tier.
         redundancy: As the option; with it saves go to memory at every step.
         save_every: Steps; `NEVER`.
-        launcher: Bare ranks, or `trainckpt run`.
+        launcher: Bare ranks, or `trainckpt run`; `DUMPS`: that with process dumps, and
+            `trainckpt resume` after it.
     """
 
     trainer: str
@@ -147,10 +148,21 @@ def without_saves(room: Room) -> Room:
     return replace(room, **bare, survivors=False, save_every=NEVER, launcher=RANKS)
 
 
+def with_dumps(room: Room) -> Room:
+    """The room on one host, where processes are dumped: into a folder, as nowhere else."""
+    place = TIER if room.place in (S3, TIER) else LOCAL
+    return replace(room, hosts=1, redundancy="none", place=place, launcher=DUMPS)
+
+
 def draw(random: Random, among: list[str] = ()) -> Room:
-    """A room; with `among`, one that is counted under one of these names."""
+    """A room; with `among`, one that is counted under one of these names.
+
+    Rooms with dumps come only if they are among them.
+    """
     while True:
         room = _any(random)
+        if DUMPS in among:
+            room = with_dumps(room)
         if not among or set(among) & set(room.rooms):
             return room
 
