@@ -328,6 +328,22 @@ def test_a_script_whose_place_its_launcher_named_finds_it_again(recorded, tmp_pa
     assert file.read_text().split() == [run, there, "None"]
 
 
+@pytest.mark.parametrize("word", ["{}", "--run={}"])
+def test_a_run_that_was_moved_is_not_begun_anew_where_its_command_says(
+    recorded, tmp_path, capfd, word
+):
+    """Once a link stands in the former place, the command means the run again."""
+    before = tmp_path / "before"
+    argv = [sys.executable, "-c", TELL, str(tmp_path / "told"), "0", word.format(before)]
+    file = recorded("python", argv=argv, where=str(before))
+    assert main(["resume", str(tmp_path / "run")]) == 78
+    assert f"names {before}, where the run was" in capfd.readouterr().err
+    assert not file.exists()
+    before.symlink_to(tmp_path / "run")
+    assert main(["resume", str(tmp_path / "run")]) == 0
+    assert file.exists()
+
+
 def test_resume_starts_again_what_fails(recorded, tmp_path, capfd):
     """As often as it is told to; the command's own code passes through."""
     file = recorded("python", 4)

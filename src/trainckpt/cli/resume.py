@@ -165,6 +165,9 @@ def _planned(arguments: argparse.Namespace) -> _Relaunch:
     if arguments.at and not elsewhere:  # else the script's own place may hold more
         must_be_there(tier, arguments.run, tier_urls, arguments.at)
     command, kind, nproc = launch.recorded_command(facts)
+    cwd = _folder(facts, elsewhere)
+    if not elsewhere:
+        _refuse_if_moved(tier, facts, command, cwd)
     command = _here(command) if elsewhere else command
     nproc = arguments.nproc or nproc
     with_torchrun = kind != launch.PYTHON or nproc > 1
@@ -181,7 +184,7 @@ def _planned(arguments: argparse.Namespace) -> _Relaunch:
         tier=tier,
         facts=facts,
         command=command,
-        cwd=_folder(facts, elsewhere),
+        cwd=cwd,
         nproc=nproc,
         environment=environment,
         with_torchrun=with_torchrun,
@@ -259,6 +262,29 @@ def _here(command: list[str]) -> list[str]:
         say(f"{program} is not there: {sys.executable} is taken")
         return [sys.executable, *command[1:]]
     return command
+
+
+def _refuse_if_moved(
+    tier: RunTier, facts: Mapping[str, Any], command: Sequence[str], cwd: str
+) -> None:
+    """Refuse a run that was moved or copied, if the recorded command names its former place.
+
+    The script would begin there at step 0, or continue the original.
+    """
+    before = facts.get(tier_config.WHERE)
+    if not isinstance(before, str) or before == tier_config.where(tier):
+        return
+    with contextlib.suppress(OSError):
+        if Path(before).samefile(tier.url):
+            return  # a link stands where it was
+    named = [part for word in command for part in (word, word.partition("=")[2]) if part]
+    if any(before in (part, os.path.abspath(Path(cwd, part))) for part in named):  # noqa: PTH100
+        raise ConfigurationError(
+            f"the recorded command of {tier.url} names {before}, where the run was: it would train "
+            "there",
+            hint=f"start the script again with {tier.url} as its run directory, and it resumes; or "
+            f"let {before} be a link to it",
+        )
 
 
 def _folder(facts: Mapping[str, Any], elsewhere: Sequence[str]) -> str:
