@@ -59,7 +59,7 @@ def guarded(root: int, mark: str, record: Path, *, may_go_on: bool = True) -> It
     try:
         yield own_end
     finally:
-        with contextlib.suppress(BrokenPipeError):  # somebody has ended the guard
+        with contextlib.suppress(BrokenPipeError):  # the guard was ended
             os.write(own_end, OVER)
         os.close(own_end)
         guard.wait()
