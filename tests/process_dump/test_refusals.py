@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -556,20 +557,18 @@ def test_what_somebody_else_has_brought_back_is_not_ended(counting, monkeypatch)
         os.kill(int(said), 9)
 
 
-def test_what_a_killed_criu_leaves_is_ended_before_it_has_its_environment(counting, monkeypatch):
+def test_what_a_killed_criu_leaves_is_ended_before_it_has_its_environment(
+    counting, tmp_path, monkeypatch
+):
     """It would stand beside the run that goes on from a snapshot."""
-    record = counting.dump()
+    record, as_criu = counting.dump(), shutil.copy(shutil.which("sleep"), tmp_path / criu.NAME)
     monkeypatch.setattr(dump, "GONE_WITHIN_S", 0.1)
-    with subprocess.Popen(["sleep", "600"], env={}) as other:
-        with subprocess.Popen(["sh", "-c", "sleep 600 & wait"], env={}) as root:
-            until = time.monotonic() + HANG_S
-            while len(pids := process_tree.processes(root.pid)) < 2:
-                assert time.monotonic() < until
-                time.sleep(0.01)
-            restore.kill(replace(record, tasks=(*pids, other.pid)), [other.pid])
-            assert [pid for pid in pids if heartbeat.is_alive(pid)] == []
-        assert heartbeat.is_alive(other.pid)
-        other.kill()
+    with contextlib.ExitStack() as stack:
+        words = [[as_criu, "600"], [as_criu, "601"], ["sleep", "602"]]
+        begun = [stack.enter_context(subprocess.Popen(each, env={})) for each in words]
+        restore.kill(replace(record, tasks=tuple(each.pid for each in begun)))
+        assert [heartbeat.is_alive(each.pid) for each in begun] == [False, False, True]
+        begun[-1].kill()
 
 
 class Slower(NamedRun):

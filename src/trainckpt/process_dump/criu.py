@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 VARIABLE = "TRAINCKPT_CRIU"
+NAME = "criu"  # of the program's file
 INSTALLED = Path(sys.prefix) / "lib" / "trainckpt-criu"
 LEAST = (4, 0)
 INSTALL = f"{Path(sys.executable).name} -m trainckpt.process_dump.install"

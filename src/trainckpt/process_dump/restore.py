@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 VARIABLE = "TRAINCKPT_SUPERVISOR"  # marks the processes of one launch
 COPY_BYTES = 1 << 20
 MOST_NAMED = 5
+QUIET_ROUNDS = 2  # a process may be starting while they are listed
 
 
 def load(tier: Readable, run: str, name: DumpName) -> DumpRecord:
@@ -193,13 +194,12 @@ class RestorableDump:
     def _restore_once(self, may_go: Callable[[], object], held: Iterable[int]) -> str:
         """Run `criu.restore`; end all remaining processes after any failure."""
         error_text = "it was broken off"
-        before = process_tree.processes(os.getpid())
         ids_and_ports.pass_over(self.record.tasks)
         try:
             error_text = criu.restore(self.program, self.images, may_go, held)
         finally:
             if error_text:
-                kill(self.record, before)
+                kill(self.record)
         return error_text
 
 
@@ -318,24 +318,28 @@ def _new_beside(path: Path, ending: str) -> BinaryIO:
     raise AssertionError
 
 
-def kill(record: DumpRecord, besides: Collection[int] = ()) -> None:
-    """End all remains of a failed restore below this process: whatever has one of its ids.
+def kill(record: DumpRecord) -> None:
+    """End all remains of a failed restore below this process.
 
-    A CRIU that is killed leaves processes that are restored in part: without their environment yet,
-    and starting others. Processes restored by another supervisor are not touched, nor `besides`.
+    They are the processes with its ids that have its variable, or still are CRIU's: a CRIU that is
+    killed leaves processes without their environment yet, which start others. Processes restored by
+    another supervisor are not touched.
     """
-    deadline = time.monotonic() + GONE_WITHIN_S
-    while time.monotonic() < deadline:
-        own_pids = {*process_tree.processes(os.getpid())} - {os.getpid(), *besides}
-        remains = own_pids & {*record.tasks}
-        if not remains:
-            break
+    quiet_rounds = 0
+    while quiet_rounds < QUIET_ROUNDS:
+        own_pids = {*process_tree.processes(os.getpid())} & {*record.tasks}
+        marked_pids = own_pids & {*process_tree.marked(VARIABLE, record.folder)}
+        remains = marked_pids | {pid for pid in own_pids if _is_criu(pid)}
         process_tree.send(remains, signal.SIGKILL)
-        for pid in remains:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
+        quiet_rounds = 0 if remains else quiet_rounds + 1
         time.sleep(LOOK_EVERY_S)
     await_gone(record)  # also reaps the root, a child of this process
+
+
+def _is_criu(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return (process_tree.PROC / str(pid) / "exe").readlink().name == criu.NAME
+    return False  # as one that has ended
 
 
 def _why_taken(record: DumpRecord, within_s: float) -> str:
