@@ -297,7 +297,9 @@ class Play:
             now = time.monotonic()
             self._end_due(now)
             if self.shots and dead_since is None and watch.is_due(self.shots[0]):
-                self._shoot(self.shots.pop(0), ended)
+                # Without anything to hit yet, it waits until the training stands still.
+                if self._shoot(self.shots[0], ended) or watch.stands_still():
+                    self.shots.pop(0)
             is_free = not self.shots and not self.is_asking()
             if is_free and (not self._standing or watch.stands_still()):
                 self.attempt.gate.touch()  # what lasts may last until the end of the run
@@ -318,20 +320,22 @@ class Play:
             time.sleep(0.02)
         ended.left_over = left
 
-    def _shoot(self, shot: Shot, ended: Ended) -> None:
+    def _shoot(self, shot: Shot, ended: Ended) -> bool:
+        """Let its fault begin; return False if there is nothing to hit."""
         fault = CATALOGUE[shot.fault]
         if shot.fault in [name for name, _ in self._standing]:
-            return
+            return True
         self._random.seed(shot.share)
         trained = max(self.scene.line_counts())
         where = fault.begin(self)
         if not where:
-            return
+            return False
         ended.hits.append((shot.fault, f"{where}, {shot.moment}", trained))
         if fault.end is not None:
             lasts_s = MOST_S if shot.lasts_s is None and fault.halts else shot.lasts_s
             until = None if lasts_s is None else time.monotonic() + lasts_s
             self._standing.append((shot.fault, until))
+        return True
 
     def _end_due(self, now: float) -> None:
         for name, until in list(self._standing):
