@@ -296,10 +296,14 @@ class Play:
         while None in (codes := self.attempt.codes()):
             now = time.monotonic()
             self._end_due(now)
-            if self.shots and dead_since is None and watch.is_due(self.shots[0]):
+            if (
+                self.shots
+                and dead_since is None
+                and watch.is_due(self.shots[0])
                 # Without anything to hit yet, it waits until the training stands still.
-                if self._shoot(self.shots[0], ended) or watch.stands_still():
-                    self.shots.pop(0)
+                and (self._shoot(self.shots[0], ended) or watch.stands_still())
+            ):
+                self.shots.pop(0)
             is_free = not self.shots and not self.is_asking()
             if is_free and (not self._standing or watch.stands_still()):
                 self.attempt.gate.touch()  # what lasts may last until the end of the run
