@@ -34,7 +34,7 @@ from trainckpt.notice import OF_MACHINE
 from trainckpt.preemption import kubernetes
 from trainckpt.ranks.store import RANKS_TIMEOUT_S
 from trainckpt.replicate.uploads import CAUTION, UNLIMITED_S, UploadDeadline
-from trainckpt.save.committer import PRUNE_WITHIN_S
+from trainckpt.save.retention import PRUNE_WITHIN_S
 from trainckpt.save.schedule import merged, tags_of
 from trainckpt.state.staging import TensorsChanged
 
