@@ -20,9 +20,13 @@ NAME = "s9~1.9"
 
 
 def listen(path):
-    """A socket's file."""
-    with socket.socket(socket.AF_UNIX) as opened:
-        opened.bind(str(path))
+    """A socket's file; a socket takes no longer path than about 100 bytes."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        with socket.socket(socket.AF_UNIX) as opened:
+            opened.bind(f"/proc/self/fd/{folder}/{path.name}")
+    finally:
+        os.close(folder)
 
 
 def folder_with(make, name="rank00000.safetensors"):

@@ -144,7 +144,7 @@ def test_a_pipe_in_the_place_of_a_file_holds_up_nobody(tmp_path):
     with pytest.raises(TrainckptError):
         attempt_history.run_id(tier)
     assert "not a file" in attempt_history.read_attempts(tier)[1].facts["damaged"]
-    assert heartbeat.age_s(tier, 1) is not None
+    assert heartbeat.age_s(tier, 1) is None
     notices = NoticeFiles(tmp_path, 1)
     assert notices.poll() == []
     assert notices.bad.keys() == {"1-x.json"}
