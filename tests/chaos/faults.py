@@ -231,9 +231,10 @@ def criu(play: Play, number: int) -> str:
     while not (pids := play.attempt.criu_pids()) and time.monotonic() < until_s:
         time.sleep(0.01)
     time.sleep(0.3 * play.pick_share())
-    play.held = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    play.attempt.signal(play.held, number)
-    return f"{len(play.held)} processes" if play.held else ""
+    found = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    for pid in found:
+        suspend_or_end(play, pid, number)
+    return f"{len(found)} processes" if found else ""
 
 
 def rot_in_dump(play: Play) -> str:

@@ -192,11 +192,11 @@ def said(log: str) -> str:
     Ids or ports in use come first, and what CRIU says in every container last.
     """
     errors = list(dict.fromkeys(_ERROR.findall(log))) or log.strip().splitlines()[-1:]
-    errors.sort(key=_rank)
+    errors.sort(key=_importance)
     return "; ".join(errors[:MOST_ERRORS])[:MOST_CHARACTERS] or "nothing"
 
 
-def _rank(error: str) -> int:
+def _importance(error: str) -> int:
     if is_number_taken(error) or is_port_taken(error):
         return 0
     return 2 if error.startswith(_USUAL) else 1

@@ -26,6 +26,7 @@ def open_run_tier(run: str | os.PathLike[str] | None) -> RunTier:
 
     Raises:
         ConfigurationError: an unknown kind of URL, or none given.
+        TierUnavailable: this host has no thread, descriptor or memory left for the store.
     """
     run = run if run is not None else os.environ.get(NAME_VARIABLE)
     proof = os.environ.get(PROVE_VARIABLE)

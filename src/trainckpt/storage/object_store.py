@@ -59,6 +59,7 @@ def open_object_store(
 
     Raises:
         ConfigurationError: unknown kind of store, or its package is not installed.
+        TierUnavailable: this host has no thread, descriptor or memory left for it.
     """
     kind, client, root = _open_client(url, redacted(url))
     give_own_randomness()
