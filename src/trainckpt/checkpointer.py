@@ -25,7 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 from trainckpt.attempt.git_commit import GitCommit
 from trainckpt.attempt.log import logger, prepare
-from trainckpt.attempt.options import TABLE, may_be_option, pop_data_world, read_options
+from trainckpt.attempt.options import (
+    TABLE,
+    may_be_option,
+    pop_data_world,
+    read_options,
+    refuse_taken_names,
+)
 from trainckpt.attempt.progress_counter import ProgressCounter
 from trainckpt.attempt.save_handle import SaveHandle
 from trainckpt.attempt.script_hooks import Hooks
@@ -102,11 +108,7 @@ class Checkpointer:
             {n: keywords.pop(n, None) for n in TABLE if may_be_option(n, keywords.get(n))}
         )
         own = self._trainer_objects()
-        if taken := sorted(own.keys() & keywords.keys()):
-            raise ConfigurationError(
-                f"{', '.join(taken)}: an object of the Trainer is tracked under this name already",
-                hint="leave it out, or choose another keyword for an object of your own",
-            )
+        refuse_taken_names(own, keywords)
         keywords = {**own, **keywords}
         shield_all_loaders()
         self._tier = run_url.open_run_tier(run)

@@ -25,7 +25,7 @@ from trainckpt.snapshot.redundancy import RedundancySpec, parse_redundancy
 from trainckpt.storage.redact import redact_text, redacted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 
 AUTO = "auto"
@@ -179,6 +179,19 @@ def read_options(
             ) from None
         origins[name] = origin
     return Options(**values, origins=origins)
+
+
+def refuse_taken_names(own: Iterable[str], given: Iterable[str]) -> None:
+    """Refuse objects of the script under names of the Trainer's own objects.
+
+    Raises:
+        ConfigurationError: with the names given twice.
+    """
+    if taken := sorted({*own} & {*given}):
+        raise ConfigurationError(
+            f"{', '.join(taken)}: an object of the Trainer is tracked under this name already",
+            hint="leave it out, or choose another keyword for an object of your own",
+        )
 
 
 def may_be_option(name: str, value: object) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 
 from trainckpt.attempt.log import logger
+from trainckpt.attempt.options import refuse_taken_names
 from trainckpt.checkpointer import Checkpointer
 from trainckpt.errors import ConfigurationError
 from trainckpt.integrations.accelerate_attach import refuse_accelerator
@@ -202,11 +203,7 @@ class TrainckptCallback(TrainerCallback):
         }
         if trainer.accelerator.scaler is not None:
             tracked["scaler"] = trainer.accelerator.scaler
-        if taken := sorted(self._options.keys() & {*tracked, "loader"}):
-            raise ConfigurationError(
-                f"{', '.join(taken)}: an object of the Trainer is tracked under this name already",
-                hint="leave it out, or choose another keyword for an object of your own",
-            )
+        refuse_taken_names([*tracked, "loader"], self._options)
         loader = TrainedLoader(reader)
         before = self.checkpointer
         self.checkpointer = ckpt = Checkpointer(
