@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import s3_servers
 from tests.campaign import launch
 from tests.campaign.cases import Settings
 from tests.process_dump.campaign import wait_for
@@ -21,6 +22,7 @@ from tests.start_commands.started import Forks, ended
 from trainckpt.cli import dumps
 from trainckpt.format.dump import DumpRecord
 from trainckpt.run_directory.run_url import open_directory
+from trainckpt.snapshot import attempt_history
 from trainckpt.storage.shared_memory import ROOT_VARIABLE
 
 HELD_S, DEADLINE_S = 11.0, 10.0
@@ -159,3 +161,24 @@ def test_a_dump_at_a_boundary_lies_on_top_of_a_snapshot(criu_here, tmp_path, ref
     assert parents[4:] == [third["snapshot"]]
     how = [records[number].outcome["outcome"] for number in sorted(records)]
     assert how == ["stopped", "stopped", "killed", "stopped", "finished"]
+
+
+def test_uploads_to_an_object_store_wait_for_the_dump_and_its_restore(
+    criu_here, tmp_path, reference
+):
+    """Ranks and their loader workers are dumped without a connection to it."""
+    hold = tmp_path / "hold"
+    hold.touch()
+    with s3_servers.rclone(tmp_path / "store") as server:
+        store = {"TRAINCKPT_TIERS": "s3://bucket/run", **server.environment()}
+        with Example(tmp_path / "x", HOLD=hold, **store) as run:
+            run.network = ()  # the one that the server is in
+            run.start()
+            dumped_at_a_boundary(run, hold)
+            hold.unlink()
+            assert run.resume().wait() == 0, run.said()
+            assert "restored from a process dump, as attempt 2" in run.said()
+        assert run.trace() == reference
+        there = tmp_path / "store" / "bucket" / "run" / "snapshots"
+        newest = attempt_history.read_attempts(open_directory(run.run))[2].outcome["snapshot"]
+        assert (there / newest / "manifest.json").exists()

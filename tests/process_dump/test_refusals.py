@@ -385,6 +385,29 @@ def test_a_tree_that_keeps_proc_of_another_process_open_is_not_dumped(criu_here,
         assert counting.counts_on()
 
 
+READS_REQUEST = """
+import os, signal, sys, time
+path = os.environ["TRAINCKPT_SUPERVISOR"] + "/rest.json"
+os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+request = open(path)
+"""
+
+
+def test_a_file_of_the_supervisor_that_a_process_was_reading_comes_back_as_it_was(
+    criu_here, tmp_path
+):
+    """CRIU opens no file with another mode; the supervisor removes its folder at its end."""
+    text = READS_REQUEST + PROGRAM
+    counting = Counting(tmp_path, criu_here.program, criu_here.version, text)
+    with contextlib.ExitStack() as ends:
+        ends.callback(counting.end)
+        assert counting.counts_on()
+        record = counting.dump()
+        shutil.rmtree(counting.supervisor)
+        counting.restore(record)
+        assert counting.counts_on()
+
+
 def test_what_the_processes_have_written_is_on_the_disk_before_the_dump_counts(
     counting, monkeypatch
 ):

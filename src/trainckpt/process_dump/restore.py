@@ -43,6 +43,7 @@ from trainckpt.process_dump.dump import (
     this_host,
 )
 from trainckpt.process_dump.gpu_state import GpusLost
+from trainckpt.storage.private_files import write_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -375,4 +376,5 @@ def _put_files(record: DumpRecord, attempt: int) -> None:
 
 def _write(record: DumpRecord, texts: Mapping[str, str]) -> None:
     for name, text in texts.items():
-        (Path(record.folder) / name).write_text(text, encoding="utf-8")
+        # with the mode of the old file, which CRIU compares if a process has it open
+        write_private(Path(record.folder) / name, text.encode())

@@ -2,7 +2,8 @@
 
     every rank, training thread, at the boundary of the stop
     1   check for a dump request; rank 0's result counts                   none: leave
-    2   run the script's `before_dump` hooks; then shut NVML down (`close_connections`)
+    2   run the script's `before_dump` hooks; then shut NVML down (`close_connections`), and hold
+        all requests to object stores (`hold_requests`)
         ALL  exchange errors; after any error all leave
     3   drop memory that the snapshot holds (`lean_dump`); then destroy the process groups, if
         any rank has one that cannot be in a dump (`communicators`)
@@ -35,6 +36,7 @@ from trainckpt.dumping import handshake
 from trainckpt.dumping.handshake import RankQuiesced
 from trainckpt.errors import NoAgreement, UnusableSnapshot
 from trainckpt.ranks.store import RANKS_TIMEOUT_S
+from trainckpt.storage import client_libraries
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,6 +126,7 @@ class DumpPause:
                 self._exit(error.message)  # putting it back takes all ranks
             return False
         finally:
+            client_libraries.release_requests()
             self._listener.deadline.go_on()
 
     def _pause(self, request: DumpRequest, snapshot: str | None, round_: int) -> bool:
@@ -153,6 +156,7 @@ class DumpPause:
             self._hooks.call_before_dump()
             # after the hooks, which may close an NVML of their own
             self._listener.close_connections()
+            client_libraries.hold_requests()
             if lean is not None:
                 lean.prepare(snapshot or "")
             if torn is not None:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from trainckpt.errors import TierUnavailable, TrainckptError, UnusableSnapshot
+from trainckpt.storage import client_libraries
 from trainckpt.storage.store_errors import (
     ABSENT,
     DENIED,
@@ -112,9 +113,14 @@ class RetryPolicy:
             if state == OPEN:
                 raise self._left_alone(what)
             try:
-                with self._slots:
+                with self._slots, client_libraries.request():
                     result = call(tried)
             except Exception as error:
+                if client_libraries.are_held():  # cut off for a process dump, not by the store
+                    if state == HALF_OPEN:
+                        self.breaker.gave_up()
+                    tried += 1
+                    continue
                 if meaning(error) != TRANSIENT:
                     self._has_answered()
                     raise self.translated(what, error) from error
