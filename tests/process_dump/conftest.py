@@ -21,10 +21,10 @@ def criu_here():
 
 @pytest.fixture
 def counting(criu_here, tmp_path):
-    """A small process of five threads that counts, and can be dumped."""
-    from tests.process_dump.test_refusals import IDLE_THREADS, PROGRAM, Counting
+    """A small process of six threads that counts through a connection, and can be dumped."""
+    from tests.process_dump.test_refusals import CONNECTED, IDLE_THREADS, PROGRAM, Counting
 
-    text = IDLE_THREADS + PROGRAM
+    text = IDLE_THREADS + CONNECTED + PROGRAM
     found = Counting(tmp_path, criu_here.program, criu_here.version, text)
     try:
         assert found.counts_on()

@@ -54,6 +54,22 @@ for _ in range(4):
     threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()
 """
 
+CONNECTED = """
+import os, socket, sys, threading
+listening = socket.create_server(("127.0.0.1", 0))
+here = socket.create_connection(listening.getsockname())
+there, _ = listening.accept()
+def send_back():
+    while text := there.recv(100):
+        there.sendall(text)
+threading.Thread(target=send_back, daemon=True).start()
+old_write = os.write
+def through(descriptor, text):
+    here.sendall(text)
+    old_write(descriptor, here.recv(100))
+os.write = through
+"""
+
 
 def pretend(path: Path, version: str, check: str = "exit 0") -> Path:
     """A program that says it is CRIU."""
@@ -355,7 +371,7 @@ signal.signal(signal.SIGCONT, lambda *_: {then})
 def reading_proc(criu_here, folder, then):
     """The small process, with a file in /proc open of a process outside its tree."""
     with subprocess.Popen(["sleep", "600"]) as outside:
-        text = READS_PROC.format(pid=outside.pid, then=then) + PROGRAM
+        text = READS_PROC.format(pid=outside.pid, then=then) + CONNECTED + PROGRAM
         counting = Counting(folder, criu_here.program, criu_here.version, text)
         try:
             assert counting.counts_on()
@@ -430,7 +446,8 @@ def test_what_the_processes_have_written_is_on_the_disk_before_the_dump_counts(
 
 
 def test_a_record_that_cannot_be_written_lets_the_stopped_processes_go_on(counting, monkeypatch):
-    """CRIU has frozen them by then, and written all images."""
+    """CRIU has frozen them by then, and written all images; their connections are in repair mode,
+    where they neither send nor receive."""
 
     def full(*_):
         raise SaveFailed("no space left on device")

@@ -39,7 +39,7 @@ from trainckpt.format.dump import (
 )
 from trainckpt.format.names import SNAPSHOTS, SnapshotName
 from trainckpt.process_dump import criu, encrypted_images, ids_and_ports, process_tree
-from trainckpt.process_dump.dump_guard import guarded
+from trainckpt.process_dump.dump_guard import free, guarded
 from trainckpt.process_dump.process_tree import send
 from trainckpt.storage.shared_memory import SharedMemoryDir
 
@@ -118,7 +118,7 @@ def take(tier: LocalTier, order: DumpOrder, variable: str) -> DumpRecord:
                 held = stack.enter_context(guard)
                 record, tasks, pids = _write(tier, order, pids, variable, held)
         except BaseException:
-            send(process_tree.processes(order.root), signal.SIGCONT)
+            free(process_tree.processes(order.root))
             with contextlib.suppress(OSError):
                 shutil.rmtree(record_path.parent)
             raise
@@ -190,7 +190,7 @@ def _without_gpus(order: DumpOrder, pids: list[int]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        send(pids, signal.SIGCONT)  # the driver restores it on a thread of the process
+        free(pids)  # the driver restores it on a thread of the process
         order.gpus.put_back()
         raise
 
@@ -213,7 +213,7 @@ def _freeze(
         tree_state = _look(order, pids, variable)
         if not (reads := tree_state.proc_files()):
             return pids, tree_state
-        send(pids, signal.SIGCONT)
+        free(pids)
         shutil.rmtree(images)
         time.sleep(LOOK_EVERY_S)
     raise SaveFailed(

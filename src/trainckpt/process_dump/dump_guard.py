@@ -5,15 +5,18 @@ memory. The guard is a process beside both. It waits until supervisor and CRIU a
 lets the tree go on and deletes the images; or ends the tree, if the record stands, or if the tree
 could not go on.
 
-`guarded` is for the supervisor. The rest is the process: standard library only, run by its path.
+`guarded` and `free` are for the supervisor. The rest is the process: standard library only, run by
+its path.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 OVER = b"x"
+TCP_REPAIR = 19  # option of TCP sockets, in linux/tcp.h
+PIDFD_GETFD = 438  # system call, since Linux 5.6
 
 
 @contextlib.contextmanager
@@ -65,6 +70,38 @@ def guarded(root: int, mark: str, record: Path, *, may_go_on: bool = True) -> It
         guard.wait()
 
 
+def free(pids: Iterable[int]) -> None:
+    """Let processes that CRIU left stopped go on, with their connections as before the dump.
+
+    CRIU leaves connections in repair mode, where they close silently, and fail to send or receive.
+    """
+    pids = list(pids)
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            _end_repair(pid)
+    _send(pids, signal.SIGCONT)
+
+
+def _end_repair(pid: int) -> None:
+    syscall = ctypes.CDLL(None, use_errno=True).syscall
+    process = os.pidfd_open(pid)
+    try:
+        for number in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 - names alone
+            with contextlib.suppress(OSError):
+                link = os.readlink(f"/proc/{pid}/fd/{number}")  # noqa: PTH115 - text, no path
+                if not link.startswith("socket:"):
+                    continue
+                if (copy := syscall(PIDFD_GETFD, process, int(number), 0)) < 0:
+                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+                with socket.socket(fileno=copy) as found:
+                    if found.getsockopt(socket.IPPROTO_TCP, TCP_REPAIR) == 1:
+                        found.setsockopt(socket.IPPROTO_TCP, TCP_REPAIR, 0)
+                        # the end of repair mode resets it; a server's next start needs it
+                        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    finally:
+        os.close(process)
+
+
 def members(root: int, mark: str) -> list[int]:
     """Return `root`, its descendants, and all other processes with the mark."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208
@@ -101,7 +138,10 @@ def _stand_in(root: int, mark: str, record: Path, *, may_go_on: bool) -> None:
             os.fsync(folder)
         _send(members(root, mark), signal.SIGKILL)
         return
-    _send(members(root, mark), signal.SIGCONT if may_go_on else signal.SIGKILL)
+    if may_go_on:
+        free(members(root, mark))
+    else:
+        _send(members(root, mark), signal.SIGKILL)
     shutil.rmtree(record.parent, ignore_errors=True)
 
 
