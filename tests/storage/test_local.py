@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 
 import pytest
@@ -216,3 +217,32 @@ def test_what_is_remembered_of_folders_does_not_grow_with_their_number(tmp_path)
     for number in range(2 * MOST_FOLDERS):
         tier.write(f"snapshots/{number}/file", [memoryview(b"x")])
     assert len(tier._durable) <= MOST_FOLDERS
+
+
+class Pruned(Disk):
+    """A disk where another process removes a folder before its first file is created."""
+
+    def create(self, path):
+        shutil.rmtree(path.parent)
+        return super().create(path)
+
+
+class NotExclusive(Disk):
+    """A file system that creates no file exclusively."""
+
+    def create(self, path):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+@pytest.mark.parametrize(
+    ("disk", "why", "hint"),
+    [
+        (Pruned(), "another process removed its folder meanwhile", "was started twice"),
+        (NotExclusive(), "Invalid argument", "creates files exclusively"),
+    ],
+)
+def test_a_write_that_fails_names_its_cause_and_a_cure(tmp_path, disk, why, hint):
+    tier = LocalTier(tmp_path, disk)
+    with pytest.raises(TierUnavailable, match=why) as error:
+        tier.write("snapshots/s1~1.1/rank00000.safetensors", blocks(b"data"))
+    assert hint in error.value.hint

@@ -178,6 +178,7 @@ TEMPORARY = ".tmp-"
 STALE_S = 600.0  # a temporary file of such an age was left by a killed writer
 UNFINISHED = f"{TEMPORARY}copy-"  # prefix of new bytes of an existing file
 CREATING = ("write", "create")  # verbs of `translated` with a missing folder, not a missing file
+_CANNOT_CREATE = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 MOST_FOLDERS = 50  # remembered as synced; a forgotten one is synced once more
 
@@ -508,7 +509,7 @@ def translated(verb: str, path: Path, root: Path | None = None) -> Iterator[None
         yield
     except FileNotFoundError as error:
         if verb in CREATING:
-            raise _no_folder(verb, path) from error
+            raise _no_folder(verb, path, root) from error
         raise UnusableSnapshot(f"cannot {verb} {path}: it is missing") from error
     except OSError as error:
         why = error.strerror or str(error)
@@ -521,11 +522,13 @@ def translated(verb: str, path: Path, root: Path | None = None) -> Iterator[None
             errno.ENOTDIR: "name a directory: a file lies at this path, or above it",
             errno.EROFS: "name a run on a writable file system",
         }.get(error.errno or 0, "")
+        if verb in CREATING and error.errno in _CANNOT_CREATE:
+            hint = "name a directory whose file system creates files exclusively (O_EXCL)"
         raise TierUnavailable(f"cannot {verb} {path}: {why}", hint=hint) from error
 
 
-def _no_folder(verb: str, path: Path) -> TierUnavailable:
-    """Return the error for a folder impossible to make, probably on an unmounted volume."""
+def _no_folder(verb: str, path: Path, root: Path | None) -> TierUnavailable:
+    """Return the error for a folder that was removed, or cannot be made on an unmounted volume."""
     for at in (*reversed(path.parents), path):
         # Path's methods raise if this user may not search a folder.
         if os.path.islink(at) and not os.path.exists(at):  # noqa: PTH110, PTH114
@@ -534,6 +537,11 @@ def _no_folder(verb: str, path: Path) -> TierUnavailable:
                 f"cannot {verb} {path}: {at} is a link to {end}, which does not exist",
                 hint=f"mount the file system of {end}, or name another directory",
             )
+    if root is not None and root in path.parent.parents and os.path.isdir(root):  # noqa: PTH112
+        return TierUnavailable(
+            f"cannot {verb} {path}: another process removed its folder meanwhile",
+            hint="see whether the run was started twice: the later start removes unfinished saves",
+        )
     return TierUnavailable(
         f"cannot {verb} {path}: its folder is missing, and cannot be made",
         hint=f"see whether the file system of {path.parent} is mounted, or name another directory",
