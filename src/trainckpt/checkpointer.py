@@ -56,7 +56,7 @@ from trainckpt.recording.script_files import tracked_files
 from trainckpt.resume import script_changes
 from trainckpt.resume.apply_phases import PhasedRestore
 from trainckpt.resume.crash_marker import CrashMarker
-from trainckpt.resume.report import seen_since
+from trainckpt.resume.exactness_report import seen_since
 from trainckpt.run_directory import run_url
 from trainckpt.run_directory.tier_config import open_slower
 from trainckpt.save.checks import UntrackedOptimizers, check_storable

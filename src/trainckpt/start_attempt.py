@@ -37,9 +37,7 @@ from trainckpt.replicate.tier_uploader import TierUploader
 from trainckpt.replicate.uploads import ArenaFirstReader, UploadContext, Uploads
 from trainckpt.resume import script_changes
 from trainckpt.resume.candidate_order import KEEP_LAST
-from trainckpt.resume.init_from import InitialWeights, read_initial
-from trainckpt.resume.late_changes import ObservedCommit, ObservedWindows
-from trainckpt.resume.report import (
+from trainckpt.resume.exactness_report import (
     ResumeReport,
     not_deterministic,
     of_all_ranks,
@@ -48,6 +46,8 @@ from trainckpt.resume.report import (
     said_after_loading,
     said_by_objects,
 )
+from trainckpt.resume.init_from import InitialWeights, read_initial
+from trainckpt.resume.late_changes import ObservedCommit, ObservedWindows
 from trainckpt.resume.resume import ResumePoint, begin, record_parent, record_refusal
 from trainckpt.resume.script_values import given_by_script
 from trainckpt.resume.start_log import log_start

@@ -23,7 +23,7 @@ from trainckpt.errors import TrainckptError
 from trainckpt.format.names import MANIFEST
 from trainckpt.notice import Notice
 from trainckpt.resume import host_cache
-from trainckpt.snapshot import upload
+from trainckpt.snapshot import tier_copy
 from trainckpt.storage.local import Disk
 from trainckpt.storage.shared_memory import NONE, ROOT_VARIABLE
 
@@ -193,7 +193,7 @@ def told_to_leave_late(rank, place, slow):
         begun.wait(60)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    upload.copy_missing = hang
+    tier_copy.copy_missing = hang
     if rank == 1:
         threading.Thread(target=tell, daemon=True).start()
     train(rank, place, 2, 1, tiers=[slow], every="never", grace="2 s")

@@ -15,7 +15,7 @@ from trainckpt.format.manifest import Manifest, TensorEntry
 from trainckpt.format.names import SnapshotName
 from trainckpt.ranks.store import RankStore
 from trainckpt.ranks.world import World
-from trainckpt.resume.report import of_all_ranks, other_state
+from trainckpt.resume.exactness_report import of_all_ranks, other_state
 from trainckpt.resume.resume import ResumePoint
 from trainckpt.state.captured import Saved
 

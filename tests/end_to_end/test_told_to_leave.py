@@ -13,7 +13,7 @@ import pytest
 from tests.end_to_end import ranks
 from tests.end_to_end.training import attempt, record, usable
 from tests.ranks.processes import preload, run_ranks
-from trainckpt.snapshot import upload
+from trainckpt.snapshot import tier_copy
 from trainckpt.storage.local import LocalTier
 
 preload("tests.end_to_end.ranks")
@@ -22,14 +22,14 @@ preload("tests.end_to_end.ranks")
 @pytest.fixture
 def copying(monkeypatch):
     """Every copy to a slower tier hangs until the test is over; set once one has begun."""
-    begun, over, copy = threading.Event(), threading.Event(), upload.copy_missing
+    begun, over, copy = threading.Event(), threading.Event(), tier_copy.copy_missing
 
     def hang(*arguments, **keywords):
         begun.set()
         assert over.wait(120)
         copy(*arguments, **keywords)
 
-    monkeypatch.setattr(upload, "copy_missing", hang)
+    monkeypatch.setattr(tier_copy, "copy_missing", hang)
     yield begun
     over.set()
 

@@ -17,7 +17,7 @@ from trainckpt.snapshot.catalog import read_catalog
 from trainckpt.snapshot.commit import commit
 from trainckpt.snapshot.decrypting_tier import KeyRing
 from trainckpt.snapshot.restore import Reader
-from trainckpt.snapshot.upload import copy_file
+from trainckpt.snapshot.tier_copy import copy_file
 from trainckpt.snapshot.verify import files_of, verify
 from trainckpt.state import values
 from trainckpt.storage.local import LocalTier

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from trainckpt.preemption.signals import DEFAULT_SIGNALS
+from trainckpt.preemption.signal_source import DEFAULT_SIGNALS
 from trainckpt.stop import shutdown
 
 

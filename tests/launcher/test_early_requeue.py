@@ -15,8 +15,8 @@ from trainckpt.encryption.keys import parse_recipients
 from trainckpt.errors import START_AGAIN, ConfigurationError
 from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.launcher.early_requeue import FirstLaunch, ask_to_be_queued_again
-from trainckpt.launcher.signal_policy import Inbox
 from trainckpt.launcher.supervise import RunResult, supervise
+from trainckpt.launcher.supervisor_signals import Inbox
 from trainckpt.run_directory.run_url import open_directory
 from trainckpt.snapshot.attempt_history import found_run
 from trainckpt.stop import requeue

@@ -18,8 +18,8 @@ from tests.stop.test_final_save import stop_on_a_slow_disk
 from trainckpt.attempt.status_files import RankStatus
 from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.launcher.finish_uploads import LEAVE_S, _limit_s, left_by
-from trainckpt.launcher.signal_policy import Inbox
 from trainckpt.launcher.supervise import supervise
+from trainckpt.launcher.supervisor_signals import Inbox
 from trainckpt.storage.object_store import open_object_store
 
 # Tells of itself what rank 0 of an attempt does, and dies.

@@ -20,7 +20,7 @@ import pytest
 from tests.limits import HANG_S
 from trainckpt.attempt.status_files import SUPERVISOR_VARIABLE, RankStatusWriter, read_rank_statuses
 from trainckpt.format.attempt_record import AttemptRecord
-from trainckpt.launcher import signal_policy
+from trainckpt.launcher import supervisor_signals
 from trainckpt.launcher.supervise import supervise
 from trainckpt.run_directory.run_url import open_directory
 from trainckpt.snapshot import attempt_history
@@ -287,7 +287,7 @@ def test_when_one_rank_is_lost_the_others_do_not_wait_for_long(
     launch, tmp_path, tier, monkeypatch, last, code, outcome
 ):
     """Neither for an agreement nor for torchrun; its end is the run's."""
-    monkeypatch.setattr(signal_policy, "OTHERS_S", 1.0)
+    monkeypatch.setattr(supervisor_signals, "OTHERS_S", 1.0)
     stays = f"""
         (FOLDER / f"pid{{rank}}").write_text(str(os.getpid()))
         {CLAIM}
@@ -307,7 +307,7 @@ def test_when_one_rank_is_lost_the_others_do_not_wait_for_long(
 @pytest.mark.parametrize("how", ["finished", "stopped"])
 def test_a_rank_that_left_in_order_may_take_its_time(launch, monkeypatch, how):
     """Rank 1 has gone long ago; rank 0 still writes its results."""
-    monkeypatch.setattr(signal_policy, "OTHERS_S", 0.2)
+    monkeypatch.setattr(supervisor_signals, "OTHERS_S", 0.2)
     code = 75 if how == "stopped" else 0
     leave = f"tell(rank, attempt=1, state='left', how='{how}', exit_code={code})\n"
     slow = leave + "wait_for('gone'); time.sleep(2); ready('written')\n"
@@ -318,7 +318,7 @@ def test_a_rank_that_left_in_order_may_take_its_time(launch, monkeypatch, how):
 
 def test_a_rank_that_ends_well_without_closing_is_not_lost(launch, monkeypatch):
     """Its loop was over, and it has no `with` block."""
-    monkeypatch.setattr(signal_policy, "OTHERS_S", 0.2)
+    monkeypatch.setattr(supervisor_signals, "OTHERS_S", 0.2)
     assert launch(f"{CLAIM}; time.sleep(2)", CLAIM).exit_code == 0
 
 

@@ -29,9 +29,9 @@ from trainckpt.attempt.status_files import (
 from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.launcher import processes, supervisor_record
 from trainckpt.launcher.outcome import Outcome
-from trainckpt.launcher.signal_policy import Inbox
 from trainckpt.launcher.supervise import supervise
 from trainckpt.launcher.supervisor_record import NamedRun
+from trainckpt.launcher.supervisor_signals import Inbox
 from trainckpt.run_directory.run_url import open_directory
 from trainckpt.snapshot import attempt_history
 

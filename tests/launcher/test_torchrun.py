@@ -16,7 +16,7 @@ from tests.campaign import launch as campaign
 from tests.launcher.survive_script import DIES_AT
 from tests.limits import HANG_S
 from trainckpt.cli.main import main
-from trainckpt.launcher import signal_policy
+from trainckpt.launcher import supervisor_signals
 from trainckpt.launcher.supervise import supervise
 from trainckpt.launcher.torchrun_command import torchrun_command
 from trainckpt.run_directory.run_url import open_directory
@@ -198,7 +198,7 @@ def test_a_signal_after_construction_stops_at_the_first_boundary_and_quietly(run
 
 def test_ranks_that_survive_another_save_before_they_are_ended(folder, monkeypatch):
     """First they have to find out; for what is in flight alone the supervisor leaves them less."""
-    monkeypatch.setattr(signal_policy, "OTHERS_S", 5.0)  # less than the 6 s of the script
+    monkeypatch.setattr(supervisor_signals, "OTHERS_S", 5.0)  # less than the 6 s of the script
     command = torchrun_command(2, [], [str(SURVIVE), str(folder / "run")])
     with (folder / "log").open("wb") as log:
         ended = supervise(command, output=log)

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from trainckpt.preemption.signals import raised_by_handler
+from trainckpt.preemption.signal_source import raised_by_handler
 
 
 def late(signum, frame):

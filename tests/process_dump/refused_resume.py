@@ -17,7 +17,7 @@ from trainckpt.format.dump import DumpName
 from trainckpt.launcher.dumper import Dumpable
 from trainckpt.launcher.processes import orphans_come_here
 from trainckpt.launcher.restored_dump import AlreadyResumed, RestoredDump, supervise_restored
-from trainckpt.launcher.signal_policy import Inbox
+from trainckpt.launcher.supervisor_signals import Inbox
 from trainckpt.process_dump import criu, process_tree, restore
 from trainckpt.storage.local import LocalTier
 

@@ -32,8 +32,8 @@ from trainckpt.launcher.dumper import Dumpable, Dumper, DumpTarget
 from trainckpt.launcher.outcome import Outcome
 from trainckpt.launcher.processes import ReparentedProcess, orphans_come_here
 from trainckpt.launcher.restored_dump import AlreadyResumed, RestoredDump, supervise_restored
-from trainckpt.launcher.signal_policy import Inbox
 from trainckpt.launcher.supervisor_record import BY_SUPERVISOR, NamedRun
+from trainckpt.launcher.supervisor_signals import Inbox
 from trainckpt.process_dump import criu, dump, process_tree, restore
 from trainckpt.snapshot import attempt_history
 from trainckpt.storage.local import LocalTier

@@ -29,7 +29,7 @@ from trainckpt.replicate.tier_uploader import (
     UploadRound,
 )
 from trainckpt.replicate.uploads import ArenaFirstReader, UploadContext, UploadDeadline
-from trainckpt.snapshot import upload
+from trainckpt.snapshot import tier_copy
 from trainckpt.snapshot.commit import commit
 from trainckpt.snapshot.shard_writer import write_shard
 from trainckpt.storage.local import Disk, LocalTier
@@ -116,7 +116,7 @@ def test_a_file_that_vanished_from_the_tier_is_copied_again_by_whichever_rank_wr
 
         def size(self, key):
             if key.endswith(".safetensors") and not taken:
-                taken.extend(key for key, _ in upload.files_of(manifest))
+                taken.extend(key for key, _ in tier_copy.files_of(manifest))
                 for each in taken:
                     self.remove(each)
             return super().size(key)
@@ -127,7 +127,7 @@ def test_a_file_that_vanished_from_the_tier_is_copied_again_by_whichever_rank_wr
         for handle in handles:
             durable(handle)
     assert len(taken) == 2
-    assert upload.holds(tiers[0], manifest.name)
+    assert tier_copy.holds(tiers[0], manifest.name)
     assert lead.failed == follower.failed == 1
 
 
@@ -243,7 +243,7 @@ def test_a_last_copy_whose_end_takes_long_on_some_rank_is_waited_for(
         disk.may_end.set()
         for drain in drains:
             drain.join(WITHIN_S)
-    assert upload.holds(tiers[0], manifest.name)
+    assert tier_copy.holds(tiers[0], manifest.name)
 
 
 def test_a_last_copy_on_which_another_rank_is_still_at_work_is_waited_for(
@@ -251,7 +251,7 @@ def test_a_last_copy_on_which_another_rank_is_still_at_work_is_waited_for(
 ):
     monkeypatch.setattr(tier_uploader, "HANGS_AFTER_S", 1.5)
     monkeypatch.setattr(tier_uploader, "SIGN_S", 0.05)
-    monkeypatch.setattr(upload, "BLOCK_BYTES", 1 << 10)
+    monkeypatch.setattr(tier_copy, "BLOCK_BYTES", 1 << 10)
 
     class Slow(Disk):
         def write(self, path, descriptor, block, first_byte):
@@ -267,7 +267,7 @@ def test_a_last_copy_on_which_another_rank_is_still_at_work_is_waited_for(
         others.start()
         ranks[0].drain(UploadDeadline(WITHIN_S))
         others.join(WITHIN_S)
-    assert upload.holds(tiers[0], manifest.name)
+    assert tier_copy.holds(tiers[0], manifest.name)
 
 
 def test_a_last_copy_that_nobody_gets_on_with_is_given_up(place, manifest, tmp_path, monkeypatch):
@@ -281,5 +281,5 @@ def test_a_last_copy_that_nobody_gets_on_with_is_given_up(place, manifest, tmp_p
         assert disk.begun.wait(WITHIN_S)
         ranks[0].drain(UploadDeadline(1e6))  # for ever, if it were not given up
         ranks[1].drain(UploadDeadline(WITHIN_S))
-        assert not upload.holds(tiers[0], manifest.name)
+        assert not tier_copy.holds(tiers[0], manifest.name)
         disk.may_end.set()

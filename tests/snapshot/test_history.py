@@ -10,7 +10,7 @@ import pytest
 from tests.snapshot.written import committed
 from trainckpt.errors import ConfigurationError, TierUnavailable
 from trainckpt.format.attempt_record import UNDECIDED, AttemptRecord
-from trainckpt.snapshot import attempt_history, catalog, upload
+from trainckpt.snapshot import attempt_history, catalog, tier_copy
 from trainckpt.storage import worker_pool
 from trainckpt.storage.local import LocalTier
 
@@ -66,7 +66,7 @@ def test_a_snapshot_of_a_tier_bears_a_number_too(places):
 def test_what_the_newest_shared_attempt_agrees_on_is_not_read_again(places, monkeypatch):
     place, tier = places
     put(place, *(record(number, "a") for number in range(1, 50)))
-    upload.mirror_records(place, tier, {})
+    tier_copy.mirror_records(place, tier, {})
     asked, read = [], tier.read
     monkeypatch.setattr(tier, "read", lambda key, **how: asked.append(key) or read(key, **how))
     assert brought(place, tier) == ([], 49)
@@ -93,7 +93,7 @@ def test_attempts_of_a_tier_that_saved_nothing_give_way_to_those_here(places):
     now = attempt_history.read_attempts(place)
     assert now[2].newest_commit == "s9~2.3"
     assert catalog.ancestry(now, [])[2] == float("inf")
-    upload.mirror_records(place, tier, {})
+    tier_copy.mirror_records(place, tier, {})
     assert raw(tier) == raw(place)
 
 
@@ -111,7 +111,7 @@ def test_two_histories_that_both_saved_are_refused_and_nothing_is_changed(places
         brought(place, tier)
     assert "name other tiers" in refused.value.hint
     with pytest.raises(ConfigurationError, match="two copies of this run have trained"):
-        upload.mirror_records(place, tier, {})
+        tier_copy.mirror_records(place, tier, {})
     assert (raw(place), raw(tier)) == before
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainckpt.resume import report
+from trainckpt.resume import exactness_report
 from trainckpt.state import apply
 from trainckpt.state.adapters import rng
 from trainckpt.state.captured import Captured, Saved
@@ -156,7 +156,7 @@ def test_what_has_no_device_here_is_named_in_the_resume_line():
     if torch.cuda.is_available():
         pytest.skip("here it can be put back")
     registry, beginning = Registry(), SimpleNamespace(saved=saved)
-    assert len(report.said_by_objects(registry, beginning)) == 1
+    assert len(exactness_report.said_by_objects(registry, beginning)) == 1
     saved.is_own = False  # then that is said of the rank itself
     assert apply.rng_not_put_back(registry, saved) == []
 

@@ -29,7 +29,7 @@ from trainckpt.cli import output, tier_status
 from trainckpt.encryption.encrypted_file import bytes_per_s
 from trainckpt.encryption.keys import INSTALL, must_be_there, parse_recipients, read_identities
 from trainckpt.errors import ConfigurationError, TierUnavailable, TrainckptError
-from trainckpt.preemption.signals import SignalSource
+from trainckpt.preemption.signal_source import SignalSource
 from trainckpt.process_dump import criu, gpu_state, self_test
 from trainckpt.process_dump.cuda_driver import CudaDriver
 from trainckpt.process_dump.gpu_state import NVLS

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
     from trainckpt.format.attempt_record import AttemptRecord
     from trainckpt.format.dump import DumpName, DumpRecord
-    from trainckpt.launcher.signal_policy import Inbox
     from trainckpt.launcher.supervise import RunResult
+    from trainckpt.launcher.supervisor_signals import Inbox
     from trainckpt.storage.base import RunTier, Tier
 
 

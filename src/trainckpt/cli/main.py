@@ -198,7 +198,7 @@ def entry() -> NoReturn:
     Nothing is left to take down, and taking torch down would hold up the caller of `run`.
     """
     if {*RUNS} & {*sys.argv[1:2]}:  # a signal while they are imported is a stop as well
-        from trainckpt.launcher.signal_policy import buffer_signals
+        from trainckpt.launcher.supervisor_signals import buffer_signals
 
         buffer_signals()
     remove_import_mark()

@@ -19,9 +19,9 @@ from trainckpt.errors import ConfigurationError, NothingToResume, TrainckptError
 from trainckpt.format import manifest as manifests
 from trainckpt.format import names
 from trainckpt.launcher.early_requeue import ask_to_be_queued_again, before_launch, unless_signalled
-from trainckpt.launcher.signal_policy import signal_inbox
 from trainckpt.launcher.supervise import RESTART_VARIABLE, supervise
 from trainckpt.launcher.supervisor_record import BY_SUPERVISOR, NamedRun
+from trainckpt.launcher.supervisor_signals import signal_inbox
 from trainckpt.launcher.torchrun_command import take_max_restarts, torchrun_command
 from trainckpt.run_directory import run_url, tier_config
 from trainckpt.run_directory.run_tiers import open_everywhere
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from trainckpt.format.attempt_record import AttemptRecord
-    from trainckpt.launcher.signal_policy import Inbox
     from trainckpt.launcher.supervise import RunResult
+    from trainckpt.launcher.supervisor_signals import Inbox
     from trainckpt.storage.base import RunTier
 
 

@@ -19,9 +19,9 @@ from trainckpt.cli import dumps, output
 from trainckpt.cli.output import tell
 from trainckpt.errors import ConfigurationError
 from trainckpt.launcher.early_requeue import FirstLaunch, ask_to_be_queued_again
-from trainckpt.launcher.signal_policy import signal_inbox
 from trainckpt.launcher.supervise import RunResult, supervise
 from trainckpt.launcher.supervisor_record import NAME_VARIABLE, NamedRun
+from trainckpt.launcher.supervisor_signals import signal_inbox
 from trainckpt.launcher.torchrun_command import (
     NPROC_OPTIONS,
     is_elastic,

@@ -8,8 +8,8 @@ turns these into a word; the weakest part decides:
     by its own state     "as exact as StatefulDataLoader's own state (loader)": by code unknown here
     inferred, not kept   "same data, not bitwise", and a reason for each
 
-Data, state and integrations report; `resume.report` decides, and `stop.shutdown` records. `reasons`
-lists what a snapshot saved by the survivors of dead ranks lacks.
+Data, state and integrations report; `resume.exactness_report` decides, and `stop.shutdown`
+records. `reasons` lists what a snapshot saved by the survivors of dead ranks lacks.
 """
 
 from __future__ import annotations

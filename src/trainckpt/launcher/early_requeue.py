@@ -28,7 +28,7 @@ from trainckpt.storage.worker_pool import answer_within, aside
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from trainckpt.launcher.signal_policy import Inbox
+    from trainckpt.launcher.supervisor_signals import Inbox
 
     Result = TypeVar("Result")
 

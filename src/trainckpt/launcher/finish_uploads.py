@@ -10,7 +10,7 @@ before it returns:
               further signal ends it
 
 The next attempt copies what is missing then. A copy is taken for one only once it is complete
-(`snapshot.upload`).
+(`snapshot.tier_copy`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from trainckpt.run_directory import run_url
 from trainckpt.run_directory.run_tiers import move, open_everywhere
 from trainckpt.run_directory.run_url import PROVE_VARIABLE
 from trainckpt.run_directory.tier_config import COMMITS, TIERS
-from trainckpt.snapshot import attempt_history, upload
+from trainckpt.snapshot import attempt_history, tier_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from trainckpt.attempt.status_files import RankStatus
     from trainckpt.format.attempt_record import AttemptRecord
     from trainckpt.format.manifest import Manifest
-    from trainckpt.launcher.signal_policy import Inbox
+    from trainckpt.launcher.supervisor_signals import Inbox
     from trainckpt.run_directory.run_tiers import RunTiers
     from trainckpt.storage.base import RunTier, Tier
 
@@ -86,7 +86,7 @@ def _flush(run: str, number: int) -> bool:
     for slower_tier in slower:
         if slower_tier.name in completed:
             with suppress(TrainckptError):
-                upload.mirror_records(everywhere.run_tier, slower_tier, {})
+                tier_copy.mirror_records(everywhere.run_tier, slower_tier, {})
     for name, reason in everywhere.silent.items():
         _say(f"the tier {name} does not answer: {reason}")
     return set(pending.tiers) <= set(completed) and not everywhere.silent
@@ -132,7 +132,7 @@ def _copy(everywhere: RunTiers, manifest: Manifest, tier: Tier, number: int) -> 
 
     try:
         progress(0)
-        if upload.holds(tier, name):
+        if tier_copy.holds(tier, name):
             return True
         moved = move(everywhere, manifest, tier, everywhere.tiers, progress)
     except TrainckptError as error:

@@ -1,7 +1,7 @@
 """One launch, from its start to its end: signals are delivered, lost ranks noticed, time kept.
 
 The main thread sleeps until a signal comes or the launched process ends; another thread waits for
-that end. Twice a second it reads the ranks' status files. `signal_policy` decides, the monitor
+that end. Twice a second it reads the ranks' status files. `supervisor_signals` decides, the monitor
 acts.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainckpt.attempt.status_files import has_imported, namespace_of, read_rank_statuses
-from trainckpt.launcher import nested, outcome, signal_policy
+from trainckpt.launcher import nested, outcome, supervisor_signals
 from trainckpt.launcher.dumper import DumpReason, write_notice
 from trainckpt.launcher.outcome import LaunchHistory
 from trainckpt.launcher.processes import (
@@ -28,7 +28,7 @@ from trainckpt.launcher.processes import (
     living,
     seen_from_here,
 )
-from trainckpt.launcher.signal_policy import ENDED, RankProcess
+from trainckpt.launcher.supervisor_signals import ENDED, RankProcess
 from trainckpt.launcher.torchrun_agent import RankExit, read_ends
 from trainckpt.process_dump.process_tree import send
 
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from trainckpt.attempt.status_files import RankStatus
     from trainckpt.launcher.dumper import Dumper
     from trainckpt.launcher.processes import Process
-    from trainckpt.launcher.signal_policy import Inbox
     from trainckpt.launcher.supervisor_record import NamedRun
+    from trainckpt.launcher.supervisor_signals import Inbox
 
 LOOK_S = 0.5
 NO_PROCESS = 2**30  # no kernel gives a process this number
@@ -85,7 +85,7 @@ class LaunchMonitor:
         self._signalled_at = math.inf
         self._signal, self._went_to_script = "", False
         self._notified = set[tuple[str, int]]()
-        self._sent_to_nested: signal_policy.SignalAction | None = None
+        self._sent_to_nested: supervisor_signals.SignalAction | None = None
         self._nested_grace_s: float | None = None
         self._lost_since: float | None = None
         self._cause, self._why, self._ended_at = "", "", math.inf
@@ -196,7 +196,7 @@ class LaunchMonitor:
     # ---- actions
 
     def _signalled(self, number: int, ranks: list[RankProcess]) -> None:
-        action = signal_policy.about_signal(
+        action = supervisor_signals.about_signal(
             number,
             ranks,
             ours=self._ours or self._imported(),
@@ -205,23 +205,23 @@ class LaunchMonitor:
             agent=self._process.pid if self._restarts_ranks else None,
         )
         name = signal.Signals(number).name
-        if signal_policy.may_be_dumped_instead(action, ranks, number) and self._dumped_instead(
+        if supervisor_signals.may_be_dumped_instead(action, ranks, number) and self._dumped_instead(
             name, number, ranks
         ):
             return
-        if action.what == signal_policy.NOTHING and self._inbox.stop_s is None:
+        if action.what == supervisor_signals.NOTHING and self._inbox.stop_s is None:
             self._inbox.stop_s = self._inbox.came_s
-        if action.what in (signal_policy.TO_RANKS, signal_policy.TO_NESTED):
-            self._sent_to_nested = action if action.what == signal_policy.TO_NESTED else None
+        if action.what in (supervisor_signals.TO_RANKS, supervisor_signals.TO_NESTED):
+            self._sent_to_nested = action if action.what == supervisor_signals.TO_NESTED else None
             self._start_clock(name)
             send(action.pids, action.number)
-        elif action.what == signal_policy.TO_SCRIPT:
+        elif action.what == supervisor_signals.TO_SCRIPT:
             if ranks:  # their grace holds also for what is done after the end, such as a copy
                 self._start_clock(name, to_script=True)
             send([self._process.pid] if self._process.poll() is None else [], number)
-        elif action.what == signal_policy.END:
+        elif action.what == supervisor_signals.END:
             self._end(outcome.START_UP, f"{name} came before any rank listened")
-        elif action.what == signal_policy.KILL:
+        elif action.what == supervisor_signals.KILL:
             self._end(outcome.SECOND_INTERRUPT, name)
 
     def _start_clock(self, name: str, *, to_script: bool = False) -> None:
@@ -265,11 +265,11 @@ class LaunchMonitor:
                 f"not left (ranks still there: {remaining_ranks or 'none'})",
             )
             return
-        if self._restarts_ranks or not signal_policy.someone_is_lost(ranks):
+        if self._restarts_ranks or not supervisor_signals.someone_is_lost(ranks):
             self._lost_since = None
         elif self._lost_since is None:
             self._lost_since = now
-        elif now - self._lost_since >= (limit_s := signal_policy.others_s(ranks)):
+        elif now - self._lost_since >= (limit_s := supervisor_signals.others_s(ranks)):
             gone_ranks = [rank for rank in ranks if rank.is_gone] or ranks
             self._end(
                 outcome.OTHERS_LOST,
@@ -283,17 +283,17 @@ class LaunchMonitor:
         if dumper is None or self._signal:
             return False
         if ranks:
-            grace_s = signal_policy.deadline_after_s(ranks)
+            grace_s = supervisor_signals.deadline_after_s(ranks)
         else:
             pid = self._process.pid
             if any(handles(p, number) for p in (children(pid) if self._has_agent else [pid])):
                 return False  # the command handles or ignores the signal itself
             record = None if self._named is None else self._named.record
-            grace_s = signal_policy.without_ranks_s({} if record is None else record.facts)
+            grace_s = supervisor_signals.without_ranks_s({} if record is None else record.facts)
         signalled_s = self._inbox.came_s  # not the first: that one was answered, and is over
         elapsed_s = 0.0 if signalled_s is None else time.monotonic() - signalled_s
         left_s = None if grace_s is None else max(grace_s - elapsed_s, 0.0)
-        reason = DumpReason(name, left_s, host_returns=signal_policy.host_returns())
+        reason = DumpReason(name, left_s, host_returns=supervisor_signals.host_returns())
         is_dumped = dumper.notice(reason, [rank.status for rank in ranks])
         self._note_dump(dumper, is_dumped)
         if is_dumped:
@@ -310,10 +310,10 @@ class LaunchMonitor:
             self._ended_at = time.time()
 
     def _deadline(self, ranks: list[RankProcess]) -> float:
-        limits_s = [signal_policy.deadline_after_s(ranks)]
+        limits_s = [supervisor_signals.deadline_after_s(ranks)]
         if self._sent_to_nested is not None:  # kept once known: the statuses go with their ranks
             graces_s = nested.graces_s(nested.read(self._folder))
-            grace_s = signal_policy.nested_deadline_s(graces_s)
+            grace_s = supervisor_signals.nested_deadline_s(graces_s)
             self._nested_grace_s = grace_s or self._nested_grace_s
             limits_s.append(self._nested_grace_s)
         return self._signalled_at + min((s for s in limits_s if s is not None), default=math.inf)

@@ -30,8 +30,8 @@ from trainckpt.launcher.finish_uploads import flush_left
 from trainckpt.launcher.monitor import LaunchMonitor
 from trainckpt.launcher.outcome import Outcome, start_again_code
 from trainckpt.launcher.processes import ReparentedProcess, orphans_come_here
-from trainckpt.launcher.signal_policy import starts_again
 from trainckpt.launcher.supervise import RunResult, classify_and_record
+from trainckpt.launcher.supervisor_signals import starts_again
 from trainckpt.preemption.wall_time import SLURM_VARIABLE, process_start_s
 from trainckpt.process_dump import restore
 from trainckpt.snapshot import attempt_history
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from trainckpt.launcher.dumper import Dumpable
     from trainckpt.launcher.outcome import LaunchHistory
     from trainckpt.launcher.output_relay import OutputRelay
-    from trainckpt.launcher.signal_policy import Inbox
     from trainckpt.launcher.supervisor_record import NamedRun
+    from trainckpt.launcher.supervisor_signals import Inbox
     from trainckpt.process_dump.restore import RestorableDump
     from trainckpt.storage.local import LocalTier
 

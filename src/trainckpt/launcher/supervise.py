@@ -37,7 +37,7 @@ from trainckpt.launcher.nested import LONGEST_WHY, ParentReporter
 from trainckpt.launcher.outcome import NOTICE, classify, start_again_code
 from trainckpt.launcher.prefetch import beside
 from trainckpt.launcher.processes import kill_session
-from trainckpt.launcher.signal_policy import Inbox, starts_again
+from trainckpt.launcher.supervisor_signals import Inbox, starts_again
 from trainckpt.launcher.torchrun_command import (
     RESTARTS_VARIABLE,
     is_torchrun,

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from trainckpt.preemption.notice_file import NoticeFiles
-from trainckpt.preemption.signals import SignalSource
+from trainckpt.preemption.signal_source import SignalSource
 
 __all__ = ["NoticeFiles", "SignalSource"]

@@ -35,7 +35,7 @@ from trainckpt.ranks import threads
 from trainckpt.ranks.store import DAY_S
 from trainckpt.replicate.uploads import POLL_S, LastCopy, copy_interval_s, wait_s
 from trainckpt.run_directory.tier_config import COMMITS, TROUBLE, newest_commits
-from trainckpt.snapshot import catalog, prune, upload
+from trainckpt.snapshot import catalog, prune, tier_copy
 from trainckpt.snapshot.attempt_history import newest, read_attempts
 from trainckpt.snapshot.followed_run import FollowedRun
 from trainckpt.storage.base import health_of
@@ -475,12 +475,12 @@ class TierUploader:
         self._be_there()  # a tier that does not answer has what is known of it
         tagged = [c for c in usable[1:] if c.manifest is not None and c.manifest.tags]
         wanted = [*usable[:1], *tagged]
-        lacking = [c for c in wanted if not upload.holds(self.tier, c.name)]
+        lacking = [c for c in wanted if not tier_copy.holds(self.tier, c.name)]
 
         def is_there(candidate: Candidate) -> bool:
             if candidate in wanted:
                 return candidate not in lacking
-            return candidate in known and upload.holds(self.tier, candidate.name)
+            return candidate in known and tier_copy.holds(self.tier, candidate.name)
 
         self._take_as_newest(next(filter(is_there, usable), None))
         with self._changed:
@@ -538,11 +538,11 @@ class TierUploader:
         manifest = manifests.load(data, key)
         try:
             self._be_there()
-            upload.must_not_be_another(self.tier, manifest)
+            tier_copy.must_not_be_another(self.tier, manifest)
             there = self._complete_keys() if manifest.reached else ()
         except UnusableSnapshot as error:  # a record: the snapshot is not lost by that
             raise TierUnavailable(error.message, hint=error.hint) from error
-        return manifest, data, upload.all_reached(manifest, there)
+        return manifest, data, tier_copy.all_reached(manifest, there)
 
     def _follow_anew(self) -> FollowedRun:
         return FollowedRun(self.tier, self._work.run_tier, self._work.run)
@@ -554,15 +554,15 @@ class TierUploader:
 
     def _be_there(self) -> None:
         run_tier = self._work.run_tier
-        upload.found_there(run_tier, self.tier, self._work.run, again=self._is_there)
+        tier_copy.found_there(run_tier, self.tier, self._work.run, again=self._is_there)
         self._is_there = True
         self._mirror(self._work.number.value)
 
     def _mirror(self, live: int = 0) -> None:
-        upload.mirror_records(self._work.run_tier, self.tier, self._mirrored_records, live)
+        tier_copy.mirror_records(self._work.run_tier, self.tier, self._mirrored_records, live)
 
     def _commit(self, manifest: Manifest, data: bytes) -> None:
-        upload.commit_copy(self.tier, manifest, data)
+        tier_copy.commit_copy(self.tier, manifest, data)
         self.newest, self.created = str(manifest.name), manifest.created
         self._work.record_writer.set_fact(COMMITS, self.tier.name, self.newest)
         try:
@@ -610,7 +610,7 @@ class TierUploader:
             assert name is not None
             manifest = catalog.load_manifest(work.run_tier, work.run, name)
             there = {*order["there"], *self._done}
-            share = upload.share(manifest, self._rank, self._size)
+            share = tier_copy.share(manifest, self._rank, self._size)
             self._share_bytes = sum(f.num_bytes for key, f in share if key not in there)
             self._copied_bytes = 0
             for key, file in share:
@@ -618,7 +618,7 @@ class TierUploader:
                     sources = (work.arena_first, work.run_tier)
                     check = self._check_progress
                     with self._round.copying():
-                        upload.copy_missing(
+                        tier_copy.copy_missing(
                             sources, self.tier, manifest, key=key, file=file, check=check
                         )
                     self._done.add(key)

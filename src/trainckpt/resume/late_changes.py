@@ -17,7 +17,7 @@ from trainckpt.resume.script_changes import FACT, as_text, commit_changes, log, 
 if TYPE_CHECKING:
     from trainckpt.attempt.git_commit import GitCommit
     from trainckpt.attempt.record_writer import RecordWriter
-    from trainckpt.resume.report import ResumeReport
+    from trainckpt.resume.exactness_report import ResumeReport
     from trainckpt.resume.script_changes import ScriptChanges
 
 _WINDOWS = 3  # trained until those of a window are known

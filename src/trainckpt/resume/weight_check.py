@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from trainckpt.attempt.record_writer import RecordWriter
-    from trainckpt.resume.report import ResumeReport
+    from trainckpt.resume.exactness_report import ResumeReport
     from trainckpt.state.registry import Registry
     from trainckpt.storage.base import Tier
 

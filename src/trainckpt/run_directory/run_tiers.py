@@ -25,7 +25,7 @@ from trainckpt.format.names import MANIFEST, split_target
 from trainckpt.run_directory import run_url
 from trainckpt.run_directory.tier_config import TierConfig, open_slower
 from trainckpt.run_directory.tier_set import TierSet
-from trainckpt.snapshot import attempt_history, catalog, upload
+from trainckpt.snapshot import attempt_history, catalog, tier_copy
 from trainckpt.snapshot.verify import check_file, files_of
 from trainckpt.storage.local import LocalTier
 
@@ -262,20 +262,20 @@ def move(
         TierUnavailable: the target refused.
     """
     sources = [tier for tier in sources if tier is not target]
-    upload.must_not_be_another(target, manifest)
+    tier_copy.must_not_be_another(target, manifest)
     if attempt_history.run_id(target) is None and sources:
-        upload.adopt(target, sources[0])
-    upload.found_there(sources[0] if sources else target, target, everywhere.run)
+        tier_copy.adopt(target, sources[0])
+    tier_copy.found_there(sources[0] if sources else target, target, everywhere.run)
     if sources and sources[0] is everywhere.run_tier:
-        upload.mirror_records(sources[0], target, {})
+        tier_copy.mirror_records(sources[0], target, {})
     elif sources and target is everywhere.run_tier:
         ours = attempt_history.read_attempts(target)
         attempt_history.bring(target, ours, attempt_history.read_theirs(sources[0], ours))
     elif sources:  # a slower tier may hold outdated records
-        upload.bring_records(target, sources[0])
-    there = upload.holds(target, manifest.name)
+        tier_copy.bring_records(target, sources[0])
+    there = tier_copy.holds(target, manifest.name)
     data = _manifest_bytes([*sources, target], manifest)
-    complete = upload.complete_keys(target, everywhere.run)
+    complete = tier_copy.complete_keys(target, everywhere.run)
     num_bytes = 0
     for key, file in files_of(manifest):
         is_new = key not in complete and not there
@@ -284,12 +284,12 @@ def move(
                 raise UnusableSnapshot(f"{key} in {target.url} is not good, and no other copy is")
             copied = True
             if is_new:
-                copied = upload.copy_missing(sources, target, manifest, key=key, file=file)
+                copied = tier_copy.copy_missing(sources, target, manifest, key=key, file=file)
             else:
-                upload.copy_file(sources, target, key, file)
+                tier_copy.copy_file(sources, target, key, file)
             num_bytes += file.num_bytes * copied
         progress(file.num_bytes)
-    upload.commit_copy(target, manifest, data)
+    tier_copy.commit_copy(target, manifest, data)
     how = COPIED if not there else REPAIRED if num_bytes else WAS_THERE
     return RunMoved(target.name, str(manifest.name), how, num_bytes)
 

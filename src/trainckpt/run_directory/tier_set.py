@@ -16,7 +16,7 @@ from trainckpt.errors import ConfigurationError, TierUnavailable, TrainckptError
 from trainckpt.format.names import SnapshotName
 from trainckpt.run_directory import run_url
 from trainckpt.run_directory.tier_config import WHERE, TierConfig, newest_commits, recorded, where
-from trainckpt.snapshot import attempt_history, catalog, upload
+from trainckpt.snapshot import attempt_history, catalog, tier_copy
 from trainckpt.snapshot.decrypting_tier import KeyRing
 from trainckpt.storage.local import LocalTier
 from trainckpt.storage.worker_pool import answer_within
@@ -106,7 +106,7 @@ class TierSet:
         holders = [tier for tier in self.slower.tiers if self._look(tier) == run]
         holders.sort(key=attempt_history.newest, reverse=True)
         for tier in holders:
-            upload.adopt(self.run_tier, tier)
+            tier_copy.adopt(self.run_tier, tier)
         names = ", ".join(tier.name for tier in holders)
         logger.warning("%s holds no run: it goes on from what is in %s", self.run_tier.url, names)
 
@@ -131,7 +131,7 @@ class TierSet:
                 self.answering.append(tier)
                 reported.append([tier.name, "" if tier in self.slower.tiers else tier.url])
             elif there is not None:
-                logger.warning("%s", upload.another_run(tier, there).message)
+                logger.warning("%s", tier_copy.another_run(tier, there).message)
             elif tier.name not in self.silent:
                 self.empty.append(tier)
         return reported

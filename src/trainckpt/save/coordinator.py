@@ -38,7 +38,7 @@ from trainckpt.format.manifest import Manifest
 from trainckpt.format.names import VERSION, SnapshotName
 from trainckpt.format.save_history import FAILED, SKIPPED, SaveRow
 from trainckpt.gc_pause import gc_paused
-from trainckpt.preemption.signals import raised_by_handler
+from trainckpt.preemption.signal_source import raised_by_handler
 from trainckpt.ranks import threads
 from trainckpt.ranks.store import RANKS_TIMEOUT_S, collective_timeout_s
 from trainckpt.save.arenas import SPARE_BYTES, ArenaUnavailable

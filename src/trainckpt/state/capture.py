@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import ConfigurationError
-from trainckpt.preemption.signals import raised_by_handler
+from trainckpt.preemption.signal_source import raised_by_handler
 from trainckpt.state import attributes, device_copy, script_randomness
 from trainckpt.state.adapters import (
     ddp,

@@ -33,7 +33,7 @@ from trainckpt.format.attempt_times import TIMES
 from trainckpt.notice import Notice
 from trainckpt.preemption import gpu_health
 from trainckpt.preemption.polling import PollingSource
-from trainckpt.preemption.signals import SignalSource
+from trainckpt.preemption.signal_source import SignalSource
 from trainckpt.ranks.notice_watcher import NoticeWatcher
 from trainckpt.stop.deadline import Deadline, granted_s, margin_s
 from trainckpt.stop.early_signals import EarlySignals

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from trainckpt.format.cursor import Cursor
     from trainckpt.ranks.decision import Decision
     from trainckpt.ranks.store import RankStore
-    from trainckpt.resume.report import ResumeReport
+    from trainckpt.resume.exactness_report import ResumeReport
     from trainckpt.save.coordinator import SaveCoordinator
     from trainckpt.save.schedule import SaveRequests
     from trainckpt.stop.dump_pause import DumpPause

@@ -16,8 +16,7 @@ from trainckpt.errors import SaveFailed, TierUnavailable, UnusableSnapshot
 from trainckpt.format import digest
 from trainckpt.format.cursor import Cursor
 from trainckpt.format.names import MANIFEST, SnapshotName
-from trainckpt.snapshot import catalog
-from trainckpt.snapshot import upload as upload_module
+from trainckpt.snapshot import catalog, tier_copy
 from trainckpt.snapshot.commit import commit
 from trainckpt.snapshot.verify import verify
 from trainckpt.storage import multipart_upload
@@ -54,15 +53,15 @@ class Meanwhile:
 def to_copy(place, target):
     """A snapshot, its manifest's bytes, and its file; the slower tier holds the run."""
     manifest = committed(place, NAME)
-    upload_module.found_there(place, target, manifest.run)
+    tier_copy.found_there(place, target, manifest.run)
     data = place.read(f"{manifest.name.folder}/{MANIFEST}", max_bytes=1 << 20)
-    return manifest, data, *next(iter(upload_module.files_of(manifest)))
+    return manifest, data, *next(iter(tier_copy.files_of(manifest)))
 
 
 def copied_by_another(place, target, manifest, data):
-    for key, file in upload_module.files_of(manifest):
-        upload_module.copy_missing([place], target, manifest, key=key, file=file)
-    upload_module.commit_copy(target, manifest, data)
+    for key, file in tier_copy.files_of(manifest):
+        tier_copy.copy_missing([place], target, manifest, key=key, file=file)
+    tier_copy.commit_copy(target, manifest, data)
 
 
 def is_good(tier, manifest):
@@ -89,7 +88,7 @@ def test_who_is_interrupted_leaves_what_another_has_finished_meanwhile(tiers, of
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        upload_module.copy_file([Meanwhile(place, interrupted)], target, key, file)
+        tier_copy.copy_file([Meanwhile(place, interrupted)], target, key, file)
     assert is_good(target, manifest)
 
 
@@ -102,18 +101,18 @@ def test_who_fails_because_another_was_done_and_the_place_pruned_is_done_too(tie
         shutil.rmtree(place.root / manifest.name.folder)
 
     source = Meanwhile(place, pruned)
-    assert not upload_module.copy_missing([source], target, manifest, key=key, file=file)
+    assert not tier_copy.copy_missing([source], target, manifest, key=key, file=file)
     assert is_good(target, manifest)
 
 
 def test_what_another_has_committed_is_not_copied_again(tiers):
     place, target = tiers
     manifest, data, key, file = to_copy(place, target)
-    assert upload_module.copy_missing([place], target, manifest, key=key, file=file)
+    assert tier_copy.copy_missing([place], target, manifest, key=key, file=file)
     copied_by_another(place, target, manifest, data)
-    assert not upload_module.copy_missing([], target, manifest, key=key, file=file)
+    assert not tier_copy.copy_missing([], target, manifest, key=key, file=file)
     target.replace(key, b"short")
-    assert upload_module.copy_missing([place], target, manifest, key=key, file=file)
+    assert tier_copy.copy_missing([place], target, manifest, key=key, file=file)
     assert is_good(target, manifest)
 
 
@@ -125,17 +124,17 @@ def test_a_bad_file_stays_until_a_good_one_can_take_its_place(tiers):
     good = shard_path(place, NAME).read_bytes()
     spoil(place, key)
     with pytest.raises(UnusableSnapshot, match="does not match its digest"):
-        upload_module.copy_file([place], target, key, file)
+        tier_copy.copy_file([place], target, key, file)
     assert target.read(key, max_bytes=1 << 20) == bad
 
     def gone():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        upload_module.copy_file([Meanwhile(place, gone)], target, key, file)
+        tier_copy.copy_file([Meanwhile(place, gone)], target, key, file)
     assert target.read(key, max_bytes=1 << 20) == bad
     shard_path(place, NAME).write_bytes(good)
-    upload_module.copy_file([place], target, key, file)
+    tier_copy.copy_file([place], target, key, file)
     assert is_good(target, manifest)
 
 
@@ -179,7 +178,7 @@ def test_a_copy_has_no_more_parts_than_a_store_takes(tmp_path, monkeypatch, of_b
     calls = RetryPolicy(url, Limits(part_bytes=64 << 10, give_up_first_s=0.0, give_up_s=0.0))
     client = FewParts(fsspec.filesystem("memory"))
     store = ObjectStoreTier("memory", url, client, f"/{tmp_path.name}", calls)
-    upload_module.copy_file([place], store, "k", file)
+    tier_copy.copy_file([place], store, "k", file)
     assert store.read("k", max_bytes=len(data)) == data
 
 
@@ -193,9 +192,9 @@ def test_a_copy_that_a_full_disk_has_no_room_for_is_refused_before_a_byte_is_rea
 
     place, target = LocalTier(tmp_path / "run"), LocalTier(tmp_path / "slow", Full())
     manifest = committed(place, NAME)
-    key, file = next(iter(upload_module.files_of(manifest)))
+    key, file = next(iter(tier_copy.files_of(manifest)))
     with pytest.raises(TierUnavailable, match="No space left"):
-        upload_module.copy_file([Meanwhile(place, read)], target, key, file)
+        tier_copy.copy_file([Meanwhile(place, read)], target, key, file)
     assert not list((target.root / manifest.name.folder).iterdir())
 
 
@@ -221,28 +220,28 @@ def test_a_snapshot_is_not_copied_over_another_of_its_name(tmp_path):
     with pytest.raises(
         SaveFailed, match=rf"cannot copy {NAME}: .* holds another snapshot of this name"
     ):
-        upload_module.copy_missing([place], target, manifest, key=key, file=file)
+        tier_copy.copy_missing([place], target, manifest, key=key, file=file)
     with pytest.raises(
         SaveFailed, match=rf"cannot copy {NAME}: .* holds another snapshot of this name"
     ):
-        upload_module.must_not_be_another(target, manifest)
+        tier_copy.must_not_be_another(target, manifest)
     assert all_of(target) == before
     target.replace(f"{manifest.name.folder}/{MANIFEST}", b"cut sho")  # then it is none
-    assert upload_module.copy_missing([place], target, manifest, key=key, file=file)
-    upload_module.must_not_be_another(target, manifest)
+    assert tier_copy.copy_missing([place], target, manifest, key=key, file=file)
+    tier_copy.must_not_be_another(target, manifest)
 
 
 def test_a_snapshot_is_not_copied_to_where_another_is_called_as_one_it_refers_to(tmp_path):
     place, target = LocalTier(tmp_path / "run"), LocalTier(tmp_path / "slow")
     older, *_ = to_copy(place, target)
     newer = referring(place, "s2~1.2", {"model/weight": older})
-    upload_module.must_not_be_another(target, newer)
+    tier_copy.must_not_be_another(target, newer)
     data = place.read(f"{older.name.folder}/{MANIFEST}", max_bytes=1 << 20)
     copied_by_another(place, target, older, data)
-    upload_module.must_not_be_another(target, newer)
+    tier_copy.must_not_be_another(target, newer)
     shutil.rmtree(target.root / older.name.folder)
     of_another_history(target, NAME)
     with pytest.raises(
         SaveFailed, match=rf"cannot copy {NAME}: .* holds another snapshot of this name"
     ):
-        upload_module.must_not_be_another(target, newer)
+        tier_copy.must_not_be_another(target, newer)

@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 
 from trainckpt.attempt.status_files import CLAIMED, LEFT, LISTENING, RETURNED, RankStatus
-from trainckpt.launcher import signal_policy
+from trainckpt.launcher import supervisor_signals
 from trainckpt.launcher.monitor import LaunchMonitor
 from trainckpt.launcher.outcome import Outcome
 from trainckpt.launcher.processes import handles
-from trainckpt.launcher.signal_policy import (
+from trainckpt.launcher.supervisor_signals import (
     Inbox,
     RankProcess,
     SignalAction,
@@ -112,7 +112,7 @@ def test_the_deadline_leaves_time_to_end_the_ranks(graces, after):
 )
 def test_others_wait_in_vain_for_a_rank_that_died_or_failed(ranks, lost):
     """Not for one that left in order, and not those that have left in order themselves."""
-    assert signal_policy.someone_is_lost(ranks) is lost
+    assert supervisor_signals.someone_is_lost(ranks) is lost
 
 
 @pytest.mark.parametrize(
@@ -133,45 +133,45 @@ def test_others_wait_in_vain_for_a_rank_that_died_or_failed(ranks, lost):
 )
 def test_only_what_failed_by_itself_is_started_again(verdict, again):
     """As often as allowed, and never after a signal: whoever sent it decides."""
-    assert signal_policy.starts_again(verdict, done=0, most=1, signalled=False) is again
-    assert not signal_policy.starts_again(verdict, done=1, most=1, signalled=False)
-    assert not signal_policy.starts_again(verdict, done=0, most=1, signalled=True)
+    assert supervisor_signals.starts_again(verdict, done=0, most=1, signalled=False) is again
+    assert not supervisor_signals.starts_again(verdict, done=1, most=1, signalled=False)
+    assert not supervisor_signals.starts_again(verdict, done=0, most=1, signalled=True)
 
 
 def test_processes_may_be_dumped_instead_of_hearing_a_signal_unless_they_leave_already():
     status, term = rank(0).status, signal.SIGTERM
     deliver, to_script = (
-        SignalAction(signal_policy.TO_RANKS, (100,), 15),
-        SignalAction(signal_policy.TO_SCRIPT),
+        SignalAction(supervisor_signals.TO_RANKS, (100,), 15),
+        SignalAction(supervisor_signals.TO_SCRIPT),
     )
     asked = RankProcess(replace(status, asked=True), 0.0, alive=True)
-    assert signal_policy.may_be_dumped_instead(deliver, [rank(0)], term)
-    assert signal_policy.may_be_dumped_instead(deliver, [rank(0)], signal.SIGINT)
-    assert signal_policy.may_be_dumped_instead(to_script, [], term)
-    assert not signal_policy.may_be_dumped_instead(to_script, [], signal.SIGINT)
-    assert not signal_policy.may_be_dumped_instead(deliver, [rank(1), asked], term)
-    assert not signal_policy.may_be_dumped_instead(to_script, [rank(0, "finished")], term)
-    for what in (signal_policy.KILL, signal_policy.END, signal_policy.NOTHING):
-        assert not signal_policy.may_be_dumped_instead(SignalAction(what), [], term)
+    assert supervisor_signals.may_be_dumped_instead(deliver, [rank(0)], term)
+    assert supervisor_signals.may_be_dumped_instead(deliver, [rank(0)], signal.SIGINT)
+    assert supervisor_signals.may_be_dumped_instead(to_script, [], term)
+    assert not supervisor_signals.may_be_dumped_instead(to_script, [], signal.SIGINT)
+    assert not supervisor_signals.may_be_dumped_instead(deliver, [rank(1), asked], term)
+    assert not supervisor_signals.may_be_dumped_instead(to_script, [rank(0, "finished")], term)
+    for what in (supervisor_signals.KILL, supervisor_signals.END, supervisor_signals.NOTHING):
+        assert not supervisor_signals.may_be_dumped_instead(SignalAction(what), [], term)
 
 
 def test_a_signal_does_not_say_that_the_host_is_lost_but_a_pod_is(tmp_path, monkeypatch):
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    assert signal_policy.host_returns()
+    assert supervisor_signals.host_returns()
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-    assert not signal_policy.host_returns()
+    assert not supervisor_signals.host_returns()
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    assert signal_policy.without_ranks_s({}) is None
+    assert supervisor_signals.without_ranks_s({}) is None
     elsewhere = tmp_path / "launched"
     elsewhere.mkdir()
     (elsewhere / "trainckpt.toml").write_text('grace = "20 s"')
     recorded = {"env": {"TRAINCKPT_GRACE": "60 s"}, "cwd": str(elsewhere)}
-    assert signal_policy.without_ranks_s({"cwd": str(elsewhere)}) == 18.0
-    assert signal_policy.without_ranks_s(recorded) == 58.0
+    assert supervisor_signals.without_ranks_s({"cwd": str(elsewhere)}) == 18.0
+    assert supervisor_signals.without_ranks_s(recorded) == 58.0
     monkeypatch.setenv("TRAINCKPT_GRACE", "40 s")
-    assert signal_policy.without_ranks_s({}) == 38.0, "what is ours is not in it"
-    assert signal_policy.without_ranks_s(recorded) == 38.0, "what is set here counts"
+    assert supervisor_signals.without_ranks_s({}) == 38.0, "what is ours is not in it"
+    assert supervisor_signals.without_ranks_s(recorded) == 38.0, "what is set here counts"
 
 
 def test_what_a_process_does_about_a_signal_is_read_from_proc():
