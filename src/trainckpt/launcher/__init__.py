@@ -10,7 +10,8 @@ torchrun_agent      torchrun in a process that reports each rank's exit
 processes           the processes of a launch: find them, end them
 nested              supervisors launched by another one's command
 early_requeue       a Slurm job stopped before its ranks began
-dumper, restored    process dumps of a launch, and a launch restored from one
+dumper              process dumps of a launch
+restored_dump       a launch restored from one
 finish_uploads      uploads left when the ranks have ended
 prefetch            reads the newest snapshot beside a launch
 output_relay        the command's output, through files
