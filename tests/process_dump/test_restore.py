@@ -213,4 +213,11 @@ def test_images_of_dumps_that_no_resume_brings_back_are_given_back(tmp_path):
     (found,) = old_dumps(tier, records)
     remove(tier, found)
     assert not opened.exists()
+    log = tmp_path / names[2].folder / "images" / "dump.log"  # of a CRIU that was killed at once
+    log.parent.mkdir()
+    log.touch()
+    (found,) = old_dumps(tier, records)
+    assert (found.name, found.num_bytes) == (names[2], 0)
+    remove(tier, found)
+    assert not log.parent.exists()
     assert restore.names_in(tier) == sorted(names, reverse=True)

@@ -65,8 +65,9 @@ def old_dumps(
         if name in empty or str(name) == at_work:
             continue
         if reason := why_superseded(name, records):
-            if size := _num_bytes(tier, name):
-                found.append(OldDump(name, reason, size))
+            if files := _files(tier, name):
+                num_bytes = sum(tier.size(file) or 0 for file in files)
+                found.append(OldDump(name, reason, num_bytes))
             else:
                 empty.add(name)
     return found
@@ -79,8 +80,9 @@ def remove(tier: Tier, old: OldDump) -> None:
         tier.remove_folder(f"{old.name.folder}/{OPENED}")  # left by a killed resume
 
 
-def _num_bytes(tier: Readable, name: DumpName) -> int:
+def _files(tier: Readable, name: DumpName) -> list[str]:
+    """Return its images, also those of a killed CRIU that wrote no byte yet."""
     with contextlib.suppress(TrainckptError):
         folders = [f"{name.folder}/{each}" for each in (IMAGES, OPENED)]
-        return sum(tier.size(f"{f}/{image}") or 0 for f in folders for image in tier.list(f))
-    return 0
+        return [f"{folder}/{image}" for folder in folders for image in tier.list(folder)]
+    return []
