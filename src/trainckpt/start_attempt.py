@@ -52,8 +52,8 @@ from trainckpt.resume.resume import ResumePoint, begin, record_parent, record_re
 from trainckpt.resume.script_values import given_by_script
 from trainckpt.resume.start_log import log_start
 from trainckpt.resume.weight_check import WeightCheck, recorded_digests
+from trainckpt.run_directory.recorded_place import PLACE, place_of
 from trainckpt.run_directory.run_url import PROVE_VARIABLE
-from trainckpt.run_directory.tier_config import WHERE, TierConfig, where
 from trainckpt.run_directory.tier_set import TierSet
 from trainckpt.save import encryption
 from trainckpt.save.arenas import Arenas
@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from trainckpt.ranks.world import World
     from trainckpt.resume.apply_phases import PhasedRestore
     from trainckpt.resume.crash_marker import CrashMarker
+    from trainckpt.run_directory.tier_config import TierConfig
     from trainckpt.save.encryption import SnapshotEncryption
     from trainckpt.save.estimates import SaveEstimator, Timings
     from trainckpt.save.schedule import SaveRequests
@@ -583,7 +584,7 @@ def _facts(
     context: RankContext, initial: InitialWeights | None, beginning: ResumePoint
 ) -> dict[str, Any]:
     """Return options, and what the script gives, to store in the attempt's record."""
-    facts: dict[str, Any] = {KEEP_LAST: context.options.keep_last, WHERE: where(context.tier)}
+    facts: dict[str, Any] = {KEEP_LAST: context.options.keep_last, PLACE: place_of(context.tier)}
     facts |= context.slower.to_facts()
     if (script := beginning.script) is not None:
         facts[script_changes.FACT] = dict(script.script)

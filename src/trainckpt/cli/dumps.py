@@ -29,7 +29,7 @@ from trainckpt.launcher.supervisor_record import BY_SUPERVISOR, NamedRun
 from trainckpt.process_dump import criu, encrypted_images, restore
 from trainckpt.process_dump.dump import this_host
 from trainckpt.process_dump.restore import RestoreBlocked
-from trainckpt.run_directory import run_url
+from trainckpt.run_directory import recorded_place, run_url
 from trainckpt.run_directory.run_tiers import open_everywhere
 from trainckpt.run_directory.tier_config import is_copy
 from trainckpt.snapshot import attempt_history
@@ -118,15 +118,11 @@ def _why_elsewhere(tier: Tier, record: DumpRecord) -> str:
     for name, text in record.told.items():
         with contextlib.suppress(ValueError, RecursionError):
             status = parse_status(json.loads(text), RankStatus) if name.startswith("rank") else None
-            if status is not None and status.attempt is not None and not _is_at(tier, status.run):
+            if status is None or status.attempt is None:
+                continue
+            if not recorded_place.is_at(tier, status.run):
                 return f"its processes save to {status.run}, where it was taken"
     return ""
-
-
-def _is_at(tier: Tier, run: str) -> bool:
-    with contextlib.suppress(OSError, TrainckptError):
-        return Path(run_url.open_tier_at(run).url).samefile(tier.url)
-    return False
 
 
 # ---- options, and restoring

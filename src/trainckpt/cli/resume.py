@@ -23,7 +23,7 @@ from trainckpt.launcher.supervise import RESTART_VARIABLE, supervise
 from trainckpt.launcher.supervisor_record import BY_SUPERVISOR, NamedRun
 from trainckpt.launcher.supervisor_signals import signal_inbox
 from trainckpt.launcher.torchrun_command import take_max_restarts, torchrun_command
-from trainckpt.run_directory import run_url, tier_config
+from trainckpt.run_directory import recorded_place, run_url, tier_config
 from trainckpt.run_directory.run_tiers import open_everywhere
 from trainckpt.snapshot import attempt_history, catalog
 from trainckpt.snapshot.catalog import Candidate
@@ -167,7 +167,8 @@ def _planned(arguments: argparse.Namespace) -> _Relaunch:
     command, kind, nproc = launch.recorded_command(facts)
     cwd = _folder(facts, elsewhere)
     if not elsewhere:
-        _refuse_if_moved(tier, facts, command, cwd)
+        place = facts.get(recorded_place.PLACE)
+        recorded_place.must_not_name_another(tier, place, command, cwd)
     command = _here(command) if elsewhere else command
     nproc = arguments.nproc or nproc
     with_torchrun = kind != launch.PYTHON or nproc > 1
@@ -177,7 +178,7 @@ def _planned(arguments: argparse.Namespace) -> _Relaunch:
     _, restarts = take_max_restarts([] if limit is None else [f"--max-restarts={limit}"])
     environment = _variables(facts, arguments, tier_urls, elsewhere)
     # for a script that names no run directory itself
-    place_url = facts.get(tier_config.WHERE) if arguments.run in elsewhere else tier.url
+    place_url = facts.get(recorded_place.PLACE) if arguments.run in elsewhere else tier.url
     if isinstance(place_url, str) and REDACTED not in place_url:
         environment[run_url.NAME_VARIABLE] = place_url
     return _Relaunch(
@@ -262,29 +263,6 @@ def _here(command: list[str]) -> list[str]:
         say(f"{program} is not there: {sys.executable} is taken")
         return [sys.executable, *command[1:]]
     return command
-
-
-def _refuse_if_moved(
-    tier: RunTier, facts: Mapping[str, Any], command: Sequence[str], cwd: str
-) -> None:
-    """Refuse a run that was moved or copied, if the recorded command names its former place.
-
-    The script would begin there at step 0, or continue the original.
-    """
-    before = facts.get(tier_config.WHERE)
-    if not isinstance(before, str) or before == tier_config.where(tier):
-        return
-    with contextlib.suppress(OSError):
-        if Path(before).samefile(tier.url):
-            return  # a link stands where it was
-    named = [part for word in command for part in (word, word.partition("=")[2]) if part]
-    if any(before in (part, os.path.abspath(Path(cwd, part))) for part in named):  # noqa: PTH100
-        raise ConfigurationError(
-            f"the recorded command of {tier.url} names {before}, where the run was: it would train "
-            "there",
-            hint=f"start the script again with {tier.url} as its run directory, and it resumes; or "
-            f"let {before} be a link to it",
-        )
 
 
 def _folder(facts: Mapping[str, Any], elsewhere: Sequence[str]) -> str:

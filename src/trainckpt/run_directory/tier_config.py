@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from trainckpt.attempt.options import LOCAL
 from trainckpt.errors import ConfigurationError
 from trainckpt.run_directory import run_url
+from trainckpt.run_directory.recorded_place import place_of
 from trainckpt.storage.redact import REDACTED, redact_text
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 TIERS, DURABLE, COMMITS = "tiers", "durable", "tier_commits"  # in an attempt's record
 TROUBLE = "tier_trouble"  # there too: tier -> trouble with its uploads
-WHERE = "where"  # the run directory, in an attempt's record
 RUN_FIELD = "{run}"
 _TAKEN = (LOCAL, "memory", "staged", "partner", "durable")
 
@@ -117,7 +117,7 @@ def newest_commits(records: Mapping[int, AttemptRecord]) -> dict[str, dict[int, 
 
 def is_copy(records: Mapping[int, AttemptRecord], tier: Tier) -> bool:
     """Return True if `tier` is a slower tier of the run whose records it holds."""
-    here = where(tier)
+    here = place_of(tier)
     return any(
         here == (url if "://" in url else os.path.abspath(url))  # noqa: PTH100
         for _, url in _recorded_tiers(records)
@@ -131,12 +131,6 @@ def _recorded_tiers(records: Mapping[int, AttemptRecord]) -> list[tuple[str, str
             pairs = [(t.get("name"), t.get("url")) for t in tiers if isinstance(t, dict)]
             return [(n, u) for n, u in pairs if isinstance(n, str) and isinstance(u, str)]
     return []
-
-
-def where(run_tier: Tier) -> str:
-    """Return the run directory as stored in records: a whole path, or a URL without secrets."""
-    is_url = "://" in run_tier.url
-    return redact_text(run_tier.url) if is_url else os.path.abspath(run_tier.url)  # noqa: PTH100
 
 
 def _location(tier: Tier) -> str:

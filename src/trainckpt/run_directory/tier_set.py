@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from trainckpt.attempt.log import logger
 from trainckpt.errors import ConfigurationError, TierUnavailable, TrainckptError
 from trainckpt.format.names import SnapshotName
-from trainckpt.run_directory import run_url
-from trainckpt.run_directory.tier_config import WHERE, TierConfig, newest_commits, recorded, where
+from trainckpt.run_directory import recorded_place, run_url
+from trainckpt.run_directory.tier_config import TierConfig, newest_commits, recorded
 from trainckpt.snapshot import attempt_history, catalog, tier_copy
 from trainckpt.snapshot.decrypting_tier import KeyRing
 from trainckpt.storage.local import LocalTier
@@ -92,11 +92,10 @@ class TierSet:
             if self._look(tier) != run:
                 continue
             records = attempt_history.read_attempts(tier)
-            places = [r.facts[WHERE] for _, r in sorted(records.items()) if WHERE in r.facts]
-            if places and places[-1] != where(self.run_tier):
+            if before := recorded_place.other_place(self.run_tier, records):
                 raise ConfigurationError(
                     f"{self.run_tier.url} holds no run, and the tier {tier.name} holds that of "
-                    f"{str(places[-1])[:200]}",
+                    f"{before}",
                     hint="name other tiers for a new run ({run} in a URL stands for the name of "
                     "its place); or, to go on with that run from here, resume='required'",
                 )
@@ -302,12 +301,12 @@ def catch_up(
 
 def _must_be_of(reach: TierSet, theirs: OtherHistory, *, sure: bool) -> None:
     """Refuse attempts of a run at another place: that one, or this, is a copy."""
-    places = [r.facts[WHERE] for _, r in sorted(theirs.records.items()) if WHERE in r.facts]
-    if sure or not theirs.saved or not places or places[-1] == where(reach.run_tier):
+    before = recorded_place.other_place(reach.run_tier, theirs.records)
+    if sure or not theirs.saved or not before:
         return
     raise ConfigurationError(
         f"the tier {theirs.tier.name} at {theirs.tier.url} holds attempts of the run at "
-        f"{str(places[-1])[:200]} that {reach.run_tier.url} lacks: one of the two is a copy of the "
+        f"{before} that {reach.run_tier.url} lacks: one of the two is a copy of the "
         "other",
         hint="name other tiers for a copy that goes its own way ({run} in a URL stands for the "
         "name of its place); or, to go on from here with what that run did, resume='required'",
