@@ -224,6 +224,15 @@ def test_images_are_not_written_to_a_place_beyond_this_host(tmp_path, monkeypatc
     assert dumper.why_exposed(LocalTier(tmp_path)) == ""
     monkeypatch.setattr(dumper, "file_system", lambda _: "nfs4")
     assert "on nfs4, and images" in dumper.why_exposed(LocalTier(tmp_path))
+    elsewhere = tmp_path / "elsewhere"
+    monkeypatch.setattr(dumper, "file_system", lambda path: _kind(path.resolve(), elsewhere))
+    assert dumper.why_exposed(LocalTier(tmp_path)) == ""
+    (tmp_path / "dumps").symlink_to(elsewhere)  # images lie where the link leads
+    assert "on nfs4, and images" in dumper.why_exposed(LocalTier(tmp_path))
+
+
+def _kind(path, remote):
+    return "nfs4" if path.is_relative_to(remote) else "ext4"
 
 
 def test_a_notice_that_cannot_lead_to_a_dump_delays_nobody_and_raises_nothing(

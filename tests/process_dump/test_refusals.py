@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -357,6 +358,52 @@ def test_a_dump_that_fails_leaves_the_processes_as_they_were(counting, tmp_path,
     with pytest.raises(SaveFailed, match="CRIU could not dump"):
         counting.dump()
     assert not (counting.tier.root / NAME.folder).exists()
+    assert counting.counts_on()
+
+
+MANY_FILES = """
+import resource
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+files = [open("/dev/null") for _ in range(3000)]
+"""
+
+
+def test_a_tree_with_more_files_open_than_this_process_may_have_is_dumped_and_restored(
+    criu_here, tmp_path
+):
+    """As after `ulimit -n` in the script: CRIU holds as many as the tree."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 4000:
+        pytest.skip("no process may have so many here")
+    text = MANY_FILES + PROGRAM
+    counting = Counting(tmp_path, criu_here.program, criu_here.version, text)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    try:
+        assert counting.counts_on()
+        record = counting.dump()
+        counting.restore(record)
+        assert counting.counts_on()
+        limits = Path(f"/proc/{record.root}/limits").read_text()
+        assert limits.split("Max open files")[1].split()[:2] == [str(hard)] * 2
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(soft, 256)
+    finally:
+        counting.end()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_room_is_wanted_where_the_images_will_lie(counting):
+    """The folder of dumps may be a link to another file system, or a mount of its own."""
+    folder = counting.tier.root / "dumps"
+    folder.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder]
+    if subprocess.run(mount, capture_output=True, check=False).returncode != 0:
+        pytest.skip("nothing may be mounted here")
+    try:
+        with pytest.raises(SaveFailed, match=rf"MB are free at {folder}"):
+            counting.dump()
+    finally:
+        subprocess.run(["umount", folder], check=True)
     assert counting.counts_on()
 
 

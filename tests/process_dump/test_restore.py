@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from trainckpt.attempt.status_files import CLAIMED, RankStatus
+from trainckpt.cli import dumps
 from trainckpt.cli.dumps import dumps_of
+from trainckpt.cli.main import main
 from trainckpt.dumping.old_dumps import old_dumps, remove
-from trainckpt.errors import UnusableSnapshot
+from trainckpt.errors import TierUnavailable, UnusableSnapshot
 from trainckpt.format import json_io
 from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.format.digest import digest
@@ -182,6 +185,57 @@ def test_a_dump_is_restored_in_the_run_directory_alone_that_its_processes_save_t
     assert reason(tmp_path / "moved") == elsewhere
     place.symlink_to(tmp_path / "moved")
     assert reason(place) == reason(tmp_path / "moved") == ""
+
+
+def kinds(path):
+    """Each makes something else of a path than a file."""
+    return {
+        "a pipe": lambda: os.mkfifo(path),
+        "a folder": path.mkdir,
+        "a link that leads back to itself": lambda: path.symlink_to(path),
+    }
+
+
+@pytest.mark.parametrize("kind", kinds(Path()))
+def test_a_record_that_is_no_file_makes_one_dump_unusable_and_not_all(tmp_path, kind, capsys):
+    tier = LocalTier(tmp_path)
+    run = attempt_history.found_run(tier)
+    attempt_history.claim(tier, lambda number: AttemptRecord(number, None))
+    taken = replace(RECORD, name=DumpName(1, 7), run=run, host=dump.this_host(), images=())
+    tier.replace(taken.name.record, taken.dump())
+    for other in (DumpName(1, 6), DumpName(1, 8)):
+        (tmp_path / other.folder).mkdir()
+        kinds(tmp_path / other.record)[kind]()
+    reasons = {str(found.name): found.reason for found in dumps_of(tier)}
+    assert list(reasons) == ["dump~1.8", "dump~1.7", "dump~1.6"]
+    assert reasons["dump~1.7"] == ""
+    assert f"{DumpName(1, 8).record} is " in reasons["dump~1.8"]
+    assert main(["list", "--json", str(tmp_path)]) == 0
+    rows = json.loads(capsys.readouterr().out)["candidates"]
+    assert [(row["id"], row["usable"]) for row in rows] == [
+        ("dump~1.8", False),
+        ("dump~1.7", True),
+        ("dump~1.6", False),
+    ]
+
+
+def resumed_from_a_dump(folder):
+    arguments = argparse.Namespace(
+        run=str(folder), at=None, nproc=None, dumps=None, tiers=None, json=False
+    )
+    return dumps.restored(LocalTier(folder), arguments, (["true"], ".", 1), None)
+
+
+def test_dumps_that_cannot_be_looked_at_are_not_taken_for_none(tmp_path):
+    """Or the command would begin anew, and its attempt would be later than the dump."""
+    tier = LocalTier(tmp_path)
+    attempt_history.found_run(tier)
+    attempt_history.claim(tier, lambda number: AttemptRecord(number, None))
+    assert resumed_from_a_dump(tmp_path) is None  # there is none
+    (tmp_path / "dumps").touch()  # any listing is refused, for whatever reason
+    with pytest.raises(TierUnavailable, match="dumps: Not a directory; there is no snapshot") as no:
+        resumed_from_a_dump(tmp_path)
+    assert f"trainckpt resume {tmp_path} --dumps off" in no.value.hint
 
 
 def test_images_of_dumps_that_no_resume_brings_back_are_given_back(tmp_path):

@@ -16,7 +16,12 @@ from trainckpt.attempt.status_files import RankStatus, parse_status
 from trainckpt.cli.output import tell
 from trainckpt.dumping.old_dumps import why_superseded
 from trainckpt.encryption.keys import read_identities
-from trainckpt.errors import ConfigurationError, TrainckptError, UnusableSnapshot
+from trainckpt.errors import (
+    ConfigurationError,
+    TierUnavailable,
+    TrainckptError,
+    UnusableSnapshot,
+)
 from trainckpt.format.names import MANIFEST, SnapshotName
 from trainckpt.launcher.dumper import Dumpable, ability_for
 from trainckpt.launcher.restored_dump import (
@@ -177,34 +182,32 @@ def restored(
 
     Raises:
         AlreadyResumed: another process resumes from it: nothing is launched beside it.
-        UnusableSnapshot: it cannot be, and there is nothing else to go on from.
+        UnusableSnapshot, TierUnavailable: it cannot be, and there is nothing else to go on from.
     """
     is_declined = arguments.at or arguments.nproc or arguments.dumps == OFF
     if not isinstance(tier, LocalTier) or is_declined:
         return None
+    dumped: RestoredDump | None = None
     try:
         record = _newest(tier)
         if record is None:
             return None
         dumped = _dumped(tier, record, arguments, command, max_restarts)
         return supervise_restored(dumped, inbox)
-    except AlreadyResumed:
-        raise
-    except RestoreBlocked as error:
+    except (AlreadyResumed, ConfigurationError):
+        raise  # without an identity: the snapshots want the same
+    except TrainckptError as error:
         _say(f"no dump is restored: {error.message}")
-        if _has_snapshot(tier, arguments):
+        is_used_up = dumped is not None and dumped.named.record is not None
+        if is_used_up or _has_snapshot(tier, arguments):
             return None
+        kind = TierUnavailable if isinstance(error, TierUnavailable) else UnusableSnapshot
         resume_command = f"trainckpt resume {tier.url}"
-        raise UnusableSnapshot(
+        raise kind(
             f"{error.message}; there is no snapshot, and the dump stays as it is",
             hint=f"{f'{error.hint}, then ' if error.hint else ''}{resume_command}; "
             f"or from the beginning: {resume_command} --dumps off",
         ) from error
-    except ConfigurationError:
-        raise  # no identity: the snapshots want the same
-    except TrainckptError as error:
-        _say(f"no dump is restored: {error.message}")
-        return None
 
 
 def _dumped(

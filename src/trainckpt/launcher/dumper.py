@@ -34,7 +34,7 @@ from trainckpt.dumping.handshake import DumpRequest
 from trainckpt.encryption.keys import RECIPIENT, must_be_there, parse_recipients, public_bytes
 from trainckpt.errors import SaveFailed, TrainckptError
 from trainckpt.format import names
-from trainckpt.format.dump import DumpName
+from trainckpt.format.dump import DUMPS, DumpName
 from trainckpt.launcher.output_relay import OutputRelay
 from trainckpt.launcher.processes import orphans_come_here
 from trainckpt.preemption.notice_file import MAX_BYTES, parse
@@ -146,7 +146,7 @@ def why_exposed(tier: LocalTier) -> str:
 
     CRIU writes them in the clear, and what was on a network once cannot be called back.
     """
-    kind = file_system(tier.root)
+    kind = file_system(tier.root / DUMPS)  # which may be a link, or a mount of its own
     if not is_remote(kind):
         return ""
     return (

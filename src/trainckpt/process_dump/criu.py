@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
 VARIABLE = "TRAINCKPT_CRIU"
 NAME = "criu"  # of the program's file
@@ -233,14 +233,15 @@ def _through(
 ) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         try:
-            process = subprocess.Popen(
-                command,
-                pass_fds=(*asks.theirs, *held),
-                stdin=subprocess.DEVNULL,
-                stdout=errors,
-                stderr=errors,
-                start_new_session=True,
-            )
+            with _most_descriptors():
+                process = subprocess.Popen(
+                    command,
+                    pass_fds=(*asks.theirs, *held),
+                    stdin=subprocess.DEVNULL,
+                    stdout=errors,
+                    stderr=errors,
+                    start_new_session=True,
+                )
         except OSError as error:
             return subprocess.CompletedProcess(command, 1, "", str(error))
         try:
@@ -261,19 +262,38 @@ def _run(
     command: list[str | Path], *, limit_s: float | None, held: tuple[int, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            stdin=subprocess.DEVNULL,
-            pass_fds=held,
-            timeout=limit_s,
-            check=False,
-            start_new_session=True,
-        )
+        with _most_descriptors():
+            return subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                stdin=subprocess.DEVNULL,
+                pass_fds=held,
+                timeout=limit_s,
+                check=False,
+                start_new_session=True,
+            )
     except (OSError, subprocess.SubprocessError) as error:
         return subprocess.CompletedProcess(command, 1, "", str(error))
+
+
+@contextlib.contextmanager
+def _most_descriptors() -> Iterator[None]:
+    """Raise the soft limit of descriptors in the block; a program started there inherits it.
+
+    CRIU holds as many as a process of the tree, whose own limit may be higher. It raises its limit
+    itself only with CAP_SYS_RESOURCE. Restored processes get their old limits.
+    """
+    import resource  # not on Windows
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 # ---- the gate: a restored tree waits until this process lets it run

@@ -225,12 +225,12 @@ def _freeze(
 
 def _must_have_room(tier: LocalTier, pids: list[int], more: int) -> None:
     needed_bytes = process_tree.memory_bytes(pids) + more
-    tier.make_folder("")
-    free_bytes = shutil.disk_usage(tier.root).free
+    tier.make_folder(DUMPS)
+    free_bytes = shutil.disk_usage(tier.root / DUMPS).free
     if free_bytes < needed_bytes:
         raise SaveFailed(
             f"the dump needs about {needed_bytes >> 20} MB, "
-            f"{free_bytes >> 20} MB are free at {tier.url}",
+            f"{free_bytes >> 20} MB are free at {tier.url}/{DUMPS}",
             hint="free space there",
         )
 

@@ -77,9 +77,14 @@ def load(tier: Readable, run: str, name: DumpName) -> DumpRecord:
 def names_in(tier: Readable) -> list[DumpName]:
     """Return the names of all committed dumps, newest first."""
     parsed = map(DumpName.parse, tier.list(DUMPS))
-    return sorted(
-        (n for n in parsed if n is not None and tier.size(n.record) is not None), reverse=True
-    )
+    return sorted((n for n in parsed if n is not None and _has_record(tier, n)), reverse=True)
+
+
+def _has_record(tier: Readable, name: DumpName) -> bool:
+    try:
+        return tier.size(name.record) is not None
+    except UnusableSnapshot:  # no file: one dump is unusable, as `load` says, and not all of them
+        return True
 
 
 def why_not(record: DumpRecord, host: Host) -> str:
