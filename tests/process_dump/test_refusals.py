@@ -448,6 +448,40 @@ def test_a_tree_that_keeps_proc_of_another_process_open_is_not_dumped(criu_here,
         assert counting.counts_on()
 
 
+IS_DUE = """
+import ctypes, select, signal, struct, sys
+libc = ctypes.CDLL(None)
+timer = libc.timerfd_create(1, 0)
+hourly = struct.pack("qqqq", 3600, 0, 0, 1)  # from a nanosecond on
+assert libc.timerfd_settime(timer, 0, hourly, None) == 0
+select.select([timer], [], [])
+signal.signal(signal.SIGCONT, lambda *_: {then})
+"""
+
+
+@pytest.mark.parametrize("then", ["os.read(timer, 8)", "None"])
+def test_a_periodic_timer_that_is_due_and_would_come_back_stopped_is_not_dumped(
+    criu_here, tmp_path, then
+):
+    """The kernel starts its next period only as it is read; CRIU knows nothing of that. A tree that
+    reads it as it is let go on is stopped again, and dumped."""
+    text = IS_DUE.format(then=then) + PROGRAM
+    counting = Counting(tmp_path, criu_here.program, criu_here.version, text)
+    with contextlib.ExitStack() as ends:
+        ends.callback(counting.end)
+        assert counting.counts_on()
+        if then == "None":
+            with pytest.raises(SaveFailed, match=r"a periodic timer \(timerfd\) has expired"):
+                counting.dump()
+        else:
+            record = counting.dump()
+            counting.restore(record)
+            info = Path(f"/proc/{record.root}/fdinfo/3").read_text()
+            assert "it_interval: (3600, 0)" in info
+            assert "it_value: (0, 0)" not in info, "it runs"
+        assert counting.counts_on()
+
+
 READS_REQUEST = """
 import os, signal, sys, time
 path = os.environ["TRAINCKPT_SUPERVISOR"] + "/rest.json"

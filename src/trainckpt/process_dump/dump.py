@@ -201,7 +201,8 @@ def _freeze(
     """Stop the tree and write its images; return its processes and what they have open.
 
     A process may be reading a file in /proc of a process outside the tree, for less than a
-    millisecond. CRIU dumps it and cannot restore it, so the tree runs on and is stopped again.
+    millisecond, or a timer may be due. CRIU dumps it and cannot restore it, so the tree runs on and
+    is stopped again.
     """
     for _ in range(MOST_FREEZES):
         images.mkdir(mode=0o700)
@@ -211,14 +212,13 @@ def _freeze(
             order.gpus.must_live()
         pids = process_tree.processes(order.root)  # some came and went before they were stopped
         tree_state = _look(order, pids, variable)
-        if not (reads := tree_state.proc_files()):
+        if not (reasons := tree_state.passing()):
             return pids, tree_state
         free(pids)
         shutil.rmtree(images)
         time.sleep(LOOK_EVERY_S)
     raise SaveFailed(
-        f"the processes cannot be dumped: {', '.join(reads[:MOST_REASONS])} is open, of a process "
-        "outside the command",
+        f"the processes cannot be dumped: {'; '.join(reasons[:MOST_REASONS])}",
         hint=SNAPSHOT_STANDS,
     )
 

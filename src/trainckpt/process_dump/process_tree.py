@@ -22,6 +22,7 @@ DELETED = " (deleted)"
 ESTABLISHED = "01"
 GPU_FILES = "/dev/nvidia"
 SHARED_MEMORY = "/dev/shm/"  # noqa: S108 - compared with, never written to
+TIMER, STANDS = "anon_inode:[timerfd]", "(0, 0)"
 HARMLESS_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 SQLITE, SQLITE_SIDES = b"SQLite format 3\0", ("-wal", "-shm", "-journal")
 _INODE = re.compile(r"(pipe|socket):\[(\d+)\]")
@@ -39,6 +40,7 @@ class OpenDescriptor:
     database: bool = False  # it is a database engine's file
     is_file: bool = False  # it is a regular file with a name
     is_pipe: bool = False  # it is a pipe, with or without a name
+    is_due: bool = False  # it is a periodic timer that has expired and was not read since
 
     @property
     def writes(self) -> bool:
@@ -61,11 +63,23 @@ class TreeState:
         matches = (_INODE.match(descriptor.target) for descriptor in self.held)
         return frozenset(match[2] for match in matches if match and match[1] == "socket")
 
-    def proc_files(self) -> list[str]:
-        """Return the open files in /proc of processes outside the tree; no restore has them."""
+    def passing(self) -> list[str]:
+        """Return the reasons against a dump of this moment, which CRIU does not see, sorted.
+
+        Files in /proc of processes outside the tree cannot be restored. A periodic timer stands
+        still from its expiry until it is read, and CRIU would restore it stopped.
+        """
         pids = {each.pid for each in self.held}
         matches = (_PROC_FILE.match(descriptor.target) for descriptor in self.held)
-        return sorted({match.string for match in matches if match and int(match[1]) not in pids})
+        reads = {match.string for match in matches if match and int(match[1]) not in pids}
+        return [
+            *(f"{path} is open, of a process outside the command" for path in sorted(reads)),
+            *sorted(
+                f"process {each.pid}: a periodic timer (timerfd) has expired and was not read"
+                for each in self.held
+                if each.is_due
+            ),
+        ]
 
     def written(self) -> list[str]:
         """Return the paths of its files open for writing, sorted."""
@@ -201,7 +215,14 @@ def descriptors(pid: int, only: Collection[str] | None = None) -> Iterator[OpenD
                     database=is_file and writes and _is_database(Path(target)),
                     is_file=is_file,
                     is_pipe=target.startswith("pipe:") or stat.S_ISFIFO(mode),
+                    is_due=target == TIMER and _is_due(info),
                 )
+
+
+def _is_due(info: str) -> bool:
+    facts = dict(line.split(": ", 1) for line in info.splitlines() if ": " in line)
+    is_periodic = facts.get("it_interval", STANDS) != STANDS
+    return is_periodic and facts.get("it_value") == STANDS
 
 
 def _mode(target: str) -> int:
