@@ -6,11 +6,14 @@ import argparse
 import json
 import os
 import shutil
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from trainckpt.attempt import heartbeat
 from trainckpt.attempt.status_files import CLAIMED, RankStatus
 from trainckpt.cli import dumps
 from trainckpt.cli.dumps import dumps_of
@@ -18,9 +21,10 @@ from trainckpt.cli.main import main
 from trainckpt.dumping.old_dumps import old_dumps, remove
 from trainckpt.errors import TierUnavailable, UnusableSnapshot
 from trainckpt.format import json_io
-from trainckpt.format.attempt_record import AttemptRecord
+from trainckpt.format.attempt_record import UNDECIDED, AttemptRecord
 from trainckpt.format.digest import digest
 from trainckpt.format.dump import DumpName, DumpRecord, Host, Image, WrittenFile
+from trainckpt.launcher.restored_dump import AlreadyResumed
 from trainckpt.process_dump import dump, restore
 from trainckpt.snapshot import attempt_history
 from trainckpt.storage.local import LocalTier
@@ -236,6 +240,30 @@ def test_dumps_that_cannot_be_looked_at_are_not_taken_for_none(tmp_path):
     with pytest.raises(TierUnavailable, match="dumps: Not a directory; there is no snapshot") as no:
         resumed_from_a_dump(tmp_path)
     assert f"trainckpt resume {tmp_path} --dumps off" in no.value.hint
+
+
+def test_beside_living_processes_that_were_restored_nothing_is_launched(tmp_path):
+    """A resume a moment after another one finds the dump used up, and would begin anew."""
+    tier = LocalTier(tmp_path)
+    run = attempt_history.found_run(tier)
+    attempt_history.claim(tier, lambda number: AttemptRecord(number, None))
+    taken = replace(RECORD, name=DumpName(1, 7), run=run, host=dump.this_host(), images=())
+    tier.replace(taken.name.record, taken.dump())
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    alive = AttemptRecord(2, "dump~1.7", facts={"pids": [dead.pid, os.getpid()]})
+    attempt_history.claim(tier, lambda number: replace(alive, attempt=number))
+    assert resumed_from_a_dump(tmp_path) is None, "it has no heartbeat"
+    heartbeat.path_of(tier, 2).write_text("1\n")
+    with pytest.raises(AlreadyResumed, match=r"attempt 2 went on from dump~1\.7 and is alive"):
+        resumed_from_a_dump(tmp_path)
+    for over in (
+        replace(alive, facts={"pids": [dead.pid, 0, "x"]}),  # killed: its heart is still young
+        replace(alive, outcome={"outcome": "failed"}),
+        replace(alive, parent=UNDECIDED),
+    ):
+        attempt_history.replace(tier, over)
+        assert resumed_from_a_dump(tmp_path) is None
 
 
 def test_images_of_dumps_that_no_resume_brings_back_are_given_back(tmp_path):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainckpt.attempt.heartbeat import attempt_is_alive, is_alive
 from trainckpt.attempt.launch import PYTHON
 from trainckpt.attempt.options import read_options
 from trainckpt.attempt.status_files import RankStatus, parse_status
@@ -273,10 +274,14 @@ def _newest(tier: RunTier) -> DumpRecord | None:
     """Return the dump to restore, and report why not a newer one; None: there is none.
 
     Raises:
+        AlreadyResumed: the attempt that went on from it is alive.
         RestoreBlocked: it cannot be restored here and now.
     """
     newest = next(iter(dumps_of(tier)), None)
-    if newest is None or newest.is_used:
+    if newest is None:
+        return None
+    if newest.is_used:
+        _must_be_over(tier, newest.name)
         return None
     if newest.is_superseded:
         _say(f"{newest.name} is not restored: {newest.reason}")
@@ -286,6 +291,26 @@ def _newest(tier: RunTier) -> DumpRecord | None:
     assert newest.record is not None
     _say(f"{newest.name} is the newest of this run: it was taken because of {newest.record.reason}")
     return newest.record
+
+
+def _must_be_over(tier: RunTier, name: DumpName) -> None:
+    """Refuse a resume beside processes restored on this host a moment ago, as to one in between.
+
+    The heart of killed ones beats for a while longer.
+    """
+    records = attempt_history.read_attempts(tier)
+    record = records[max(records)]
+    if record.parent != str(name) or record.outcome is not None:
+        return
+    pids = record.facts.get("pids")
+    is_there = isinstance(pids, list) and any(
+        type(p) is int and p > 0 and is_alive(p) for p in pids
+    )
+    if is_there and attempt_is_alive(tier, record.attempt):
+        raise AlreadyResumed(
+            f"attempt {record.attempt} went on from {name} and is alive",
+            hint=f"trainckpt pause {tier.url}",
+        )
 
 
 def _key(record: DumpRecord) -> bytes:
