@@ -91,7 +91,7 @@ def draw(seed: int, among: Sequence[str] = (), only: Sequence[str] = ()) -> Case
         possible = [n for n, f in CATALOGUE.items() if f.needs(room) and (not only or n in only)]
         if possible:
             break
-    if room.launcher == DUMPS and not only:
+    if room.launcher == DUMPS:
         return Case(seed, room, _around_dumps(random, possible), random.choice([0, 2]))
     number = random.choices([1, 2, 3, 4], [3, 4, 2, 1])[0]
     shots = tuple(_shot(random, possible, first=not i) for i in range(number))

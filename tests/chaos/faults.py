@@ -243,9 +243,9 @@ def rot_in_dump(play: Play) -> str:
 
 def lose_image(play: Play) -> str:
     images = sorted(play.places.run.glob("dumps/*/images/*"))
-    play.attempt.kill()
     if not images:
         return ""
+    play.attempt.kill()
     image = play.pick(images)
     image.unlink(missing_ok=True)
     return f"{image.parent.parent.name}/{image.name}"

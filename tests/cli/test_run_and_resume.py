@@ -328,11 +328,13 @@ def test_a_script_whose_place_its_launcher_named_finds_it_again(recorded, tmp_pa
     assert file.read_text().split() == [run, there, "None"]
 
 
-@pytest.mark.parametrize("word", ["{}", "--run={}"])
+@pytest.mark.parametrize("word", ["{}", "--run={}", "--run=~/before", "{}/../by-link/before"])
 def test_a_run_that_was_moved_is_not_begun_anew_where_its_command_says(
-    recorded, tmp_path, capfd, word
+    recorded, tmp_path, capfd, monkeypatch, word
 ):
     """Once a link stands in the former place, the command means the run again."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "by-link").symlink_to(tmp_path)
     before = tmp_path / "before"
     argv = [sys.executable, "-c", TELL, str(tmp_path / "told"), "0", word.format(before)]
     file = recorded("python", argv=argv, where=str(before))

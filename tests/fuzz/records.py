@@ -90,7 +90,7 @@ def run_catalog(data):
     for record in before.values():
         use_record(record)
     found = catalog.read_catalog(tier, "run", before)
-    candidate_order.choose(tier, "run", before)
+    candidate_order.order(tier, "run", before)
     for wanted in ("latest", "s5", "s5~1.1"):
         try:
             catalog.find(found, wanted)

@@ -81,6 +81,14 @@ def test_after_the_commit_the_tree_is_ended_and_the_dump_is_restored(counting):
     assert counting.counts_on()
 
 
+def test_a_guard_that_does_not_start_refuses_the_dump(tmp_path, monkeypatch):
+    """As under a Python that misses a library: its end is seen, and nothing is dumped unguarded."""
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    guard = dump_guard.guarded(os.getpid(), "A=b", tmp_path / "dump.json")
+    with pytest.raises(OSError, match="the guard of the dump ended with 1"), guard:
+        raise AssertionError
+
+
 GUARDS_AND_IS_KILLED = """
 import os, signal, sys
 from pathlib import Path

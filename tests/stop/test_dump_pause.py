@@ -34,6 +34,7 @@ from trainckpt.state import memory_discard
 from trainckpt.state.captured import Captured
 from trainckpt.state.destination import Destination
 from trainckpt.stop.dump_pause import DumpPause
+from trainckpt.storage import connections
 from trainckpt.storage.local import LocalTier
 
 WIDTH = 4096  # so that a weight, and its moments, are some pages
@@ -127,8 +128,8 @@ def test_what_comes_back_trains_on_and_what_is_refused_stops(tmp_path, folder):
         run,
         seen,
         stops,
-        before_dump=lambda: called.append("closed"),
-        after_restore=lambda: called.append("open"),
+        before_dump=lambda: called.append("held" if connections.are_held() else "closed"),
+        after_restore=lambda: called.append("held" if connections.are_held() else "open"),
     )
     assert called == ["closed", "open", "closed"]
     first, second = (supervisor.join() for supervisor in made)

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from trainckpt.process_dump.process_tree import ESTABLISHED, descriptors, socket_rows
-from trainckpt.storage import client_libraries
+from trainckpt.storage import connections
 from trainckpt.storage.object_store import open_object_store
 
 STORES = pytest.mark.parametrize(
@@ -78,14 +78,14 @@ def test_held_requests_wait_without_a_connection_and_are_repeated(server, url, r
         thread.start()
     while not connected_to(server.port):
         time.sleep(0.001)
-    client_libraries.hold_requests()
+    connections.hold_requests()
     try:
         assert connected_to(server.port) == []
         time.sleep(0.2)
         assert connected_to(server.port) == []
         assert any(thread.is_alive() for thread in threads)
     finally:
-        client_libraries.release_requests()
+        connections.release_requests()
     for thread in threads:
         thread.join()
     assert not failures

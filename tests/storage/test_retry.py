@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import threading
+import time
 
 import pytest
 
 from trainckpt.errors import TierUnavailable, UnusableSnapshot
+from trainckpt.storage import connections
 from trainckpt.storage.retry import CLOSED, HALF_OPEN, OPEN, Limits, RetryPolicy
 from trainckpt.storage.store_errors import in_words, meaning
 
@@ -187,6 +190,37 @@ def test_a_refusal_ends_a_trial_too_for_it_is_an_answer(calls, clock):
     with pytest.raises(TierUnavailable):
         calls.make("write k", Store(Answer(403)))
     assert calls.breaker.health().state == CLOSED
+
+
+@pytest.mark.parametrize("is_trial", [False, True])
+def test_a_try_that_is_cut_off_for_a_process_dump_is_no_failure_of_the_store(
+    calls, clock, is_trial
+):
+    if is_trial:
+        for _ in range(2):
+            with pytest.raises(TierUnavailable):
+                calls.make("write", Store(Answer(503)))
+        clock.now_s += 100.0
+        assert calls.breaker.health().state == OPEN
+    before, waits = calls.breaker.health().num_given_up, len(clock.pauses)
+    holding = threading.Thread(target=connections.hold_requests)
+
+    def call(tried):
+        if tried == 0:
+            holding.start()
+            while not connections.are_held():
+                time.sleep(0.001)
+            threading.Timer(0.1, connections.release_requests).start()
+            clock.now_s += 3600.0  # a dump, and its restore an hour later
+            raise ConnectionResetError
+        assert not connections.are_held()
+        assert calls.breaker.health().num_given_up == before
+        return tried
+
+    assert calls.make("write", call) == 1
+    holding.join()
+    assert calls.breaker.health().state == CLOSED
+    assert len(clock.pauses) == waits
 
 
 def test_no_secret_is_shown():

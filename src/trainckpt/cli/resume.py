@@ -167,8 +167,8 @@ def _planned(arguments: argparse.Namespace) -> _Relaunch:
     command, kind, nproc = launch.recorded_command(facts)
     cwd = _folder(facts, elsewhere)
     if not elsewhere:
-        place = facts.get(recorded_place.PLACE)
-        recorded_place.must_not_name_another(tier, place, command, cwd)
+        former = facts.get(recorded_place.PLACE)
+        recorded_place.must_not_name_former(tier, former, command, cwd)
     command = _here(command) if elsewhere else command
     nproc = arguments.nproc or nproc
     with_torchrun = kind != launch.PYTHON or nproc > 1

@@ -109,7 +109,7 @@ def _likely(
 ) -> Manifest | None:
     if wanted is not None:
         return catalog.find(catalog.read_catalog(tier, run, before), wanted).manifest
-    candidates = candidate_order.choose(tier, run, before).candidates
+    candidates = candidate_order.order(tier, run, before).candidates
     if not candidates:
         return None
     manifest = catalog.load_manifest(tier, run, candidates[0])

@@ -39,7 +39,7 @@ from trainckpt.format.dump import (
 )
 from trainckpt.format.names import SNAPSHOTS, SnapshotName
 from trainckpt.process_dump import criu, encrypted_images, ids_and_ports, process_tree
-from trainckpt.process_dump.dump_guard import free, guarded
+from trainckpt.process_dump.dump_guard import guarded, resume_tree
 from trainckpt.process_dump.process_tree import send
 from trainckpt.storage.shared_memory import SharedMemoryDir
 
@@ -54,7 +54,7 @@ FIRST_S, BYTES_PER_S = 1.5, 250e6  # seen: 440 MB in 0.9 s, 580 MB on a busy mac
 GONE_WITHIN_S, LOOK_EVERY_S = 30.0, 0.01
 MOST_REASONS, MOST_FREEZES = 5, 4
 DIGEST_BYTES = 64 << 20
-SNAPSHOT_STANDS = "`trainckpt doctor` says what this machine can do"
+DOCTOR_HINT = "`trainckpt doctor` says what this machine can do"
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def take(tier: LocalTier, order: DumpOrder, variable: str) -> DumpRecord:
                 held = stack.enter_context(guard)
                 record, tasks, pids = _write(tier, order, pids, variable, held)
         except BaseException:
-            free(process_tree.processes(order.root))
+            resume_tree(process_tree.processes(order.root))
             with contextlib.suppress(OSError):
                 shutil.rmtree(record_path.parent)
             raise
@@ -175,7 +175,7 @@ def _look(order: DumpOrder, pids: list[int], variable: str) -> process_tree.Tree
     if reasons:
         raise SaveFailed(
             f"the processes cannot be dumped: {'; '.join(reasons[:MOST_REASONS])}",
-            hint=SNAPSHOT_STANDS,
+            hint=DOCTOR_HINT,
         )
     return tree_state
 
@@ -190,7 +190,7 @@ def _without_gpus(order: DumpOrder, pids: list[int]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        free(pids)  # the driver restores it on a thread of the process
+        resume_tree(pids)  # the driver restores it on a thread of the process
         order.gpus.put_back()
         raise
 
@@ -207,19 +207,19 @@ def _freeze(
     for _ in range(MOST_FREEZES):
         images.mkdir(mode=0o700)
         if reason := criu.dump(order.program, order.root, images, [held]):
-            raise SaveFailed(f"CRIU could not dump the processes: {reason}", hint=SNAPSHOT_STANDS)
+            raise SaveFailed(f"CRIU could not dump the processes: {reason}", hint=DOCTOR_HINT)
         if order.gpus is not None:
             order.gpus.must_live()
         pids = process_tree.processes(order.root)  # some came and went before they were stopped
         tree_state = _look(order, pids, variable)
         if not (reasons := tree_state.passing()):
             return pids, tree_state
-        free(pids)
+        resume_tree(pids)
         shutil.rmtree(images)
         time.sleep(LOOK_EVERY_S)
     raise SaveFailed(
         f"the processes cannot be dumped: {'; '.join(reasons[:MOST_REASONS])}",
-        hint=SNAPSHOT_STANDS,
+        hint=DOCTOR_HINT,
     )
 
 

@@ -63,7 +63,7 @@ class CandidateOrder:
     why_fresh: str = ""
 
 
-def choose(
+def order(
     tier: Tier,
     run: str,
     before: Mapping[int, AttemptRecord],

@@ -42,8 +42,7 @@ from trainckpt.format.attempt_times import TIMES
 from trainckpt.format.names import ATTEMPTS, SnapshotName
 from trainckpt.ranks import store
 from trainckpt.ranks.store import RANKS_TIMEOUT_S, gather_or_raise
-from trainckpt.resume import candidate_order as choices
-from trainckpt.resume import crash_marker, script_changes
+from trainckpt.resume import candidate_order, crash_marker, script_changes
 from trainckpt.resume.candidate import read_candidate
 from trainckpt.resume.scavenge import scavenge
 from trainckpt.resume.script_changes import ScriptChanges
@@ -318,7 +317,7 @@ def _look(
     except TrainckptError as error:
         record_refusal(tier, record, error, 0.0)
         raise
-    lost = {str(n): choices.lost_since(before, str(n)) for n in choice.candidates}
+    lost = {str(n): candidate_order.lost_since(before, str(n)) for n in choice.candidates}
     return {
         "run": run,
         "attempt": record.attempt,
@@ -332,16 +331,16 @@ def _look(
 
 def _choose(
     reach: TierSet, run: str, before: Mapping[int, AttemptRecord], mode: str
-) -> choices.CandidateOrder:
+) -> candidate_order.CandidateOrder:
     if mode == "never":
-        return choices.CandidateOrder(why_fresh="resume='never'")
+        return candidate_order.CandidateOrder(why_fresh="resume='never'")
     wanted = os.environ.get(AT_VARIABLE)
     known = reach.candidates(run, before)
     if not wanted:
         reach.must_not_miss(known, before)
-        choice = choices.choose(reach.run_tier, run, before, known)
+        choice = candidate_order.order(reach.run_tier, run, before, known)
         if reach.encrypts:
-            choices.must_be_sealed(choice, known)
+            candidate_order.must_be_sealed(choice, known)
         return choice
     chosen = catalog.find(known, wanted, reach.run_tier.url)
     if chosen.manifest is None:
@@ -349,7 +348,7 @@ def _choose(
             f"{chosen.name}: {chosen.reason}",
             hint=f"choose another from: trainckpt list {reach.run_tier.url}",
         )
-    return choices.CandidateOrder([chosen.name])
+    return candidate_order.CandidateOrder([chosen.name])
 
 
 def record_refusal(tier: Tier, record: AttemptRecord, error: BaseException, seconds: float) -> None:
@@ -376,7 +375,7 @@ def _now_reading(
     tier: Tier, channel: RankStore, record: AttemptRecord, number: int, name: SnapshotName
 ) -> AttemptRecord:
     """Record the snapshot to be read next, before any rank reads it: the process may die of it."""
-    record = record.with_(facts={**record.facts, choices.READING: str(name)})
+    record = record.with_(facts={**record.facts, candidate_order.READING: str(name)})
     if channel.world.rank == 0:
         try:
             attempt_records.replace(tier, record)

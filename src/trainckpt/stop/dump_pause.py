@@ -1,13 +1,13 @@
 """Pause the processes at an agreed stop, after the commit, so that they can be dumped.
 
     every rank, training thread, at the boundary of the stop
-    1   check for a dump request; rank 0's result counts                   none: leave
+    1   check for a dump request: the same one on all ranks                else: leave
     2   run the script's `before_dump` hooks; then shut NVML down (`close_connections`), and hold
         all requests to object stores (`hold_requests`)
         ALL  exchange errors; after any error all leave
-    3   drop memory that the snapshot holds (`lean_dump`); then destroy the process groups, if
-        any rank has one that cannot be in a dump (`communicators`)
-        ALL  as before, after each of the two; both are undone after an error
+    3   find, then drop memory that the snapshot holds (`lean_dump`); then destroy the process
+        groups, if any rank has one that cannot be in a dump (`communicators`)
+        ALL  as before, after each of the three; they are undone after an error
     4   notify the supervisor, and pause: nothing is touched any more. The supervisor dumps and
         ends all of them, or reports why not; then 3 is undone, and all leave with the snapshot
 
@@ -15,7 +15,7 @@
     5   read the dropped memory from the snapshot, and compare it with its old value; make the
         process groups again, and use them once
         ALL  exchange errors, so that no rank waits for another in a collective
-    6   open NVML again; run the script's `after_restore` hooks
+    6   release the requests, open NVML again; run the script's `after_restore` hooks
         ALL  after any error all end at once, and the restorer goes on from the snapshot
     The stop is undone before 5, so that the next one is received; training goes on.
 
@@ -36,7 +36,7 @@ from trainckpt.dumping import handshake
 from trainckpt.dumping.handshake import RankQuiesced
 from trainckpt.errors import NoAgreement, UnusableSnapshot
 from trainckpt.ranks.store import RANKS_TIMEOUT_S
-from trainckpt.storage import client_libraries
+from trainckpt.storage import connections
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,7 +126,7 @@ class DumpPause:
                 self._exit(error.message)  # putting it back takes all ranks
             return False
         finally:
-            client_libraries.release_requests()
+            connections.release_requests()
             self._listener.deadline.go_on()
 
     def _pause(self, request: DumpRequest, snapshot: str | None, round_: int) -> bool:
@@ -152,11 +152,13 @@ class DumpPause:
         is_needed = any(self._gather("communicators", mine))
         self._torn = torn = self._communicators if is_needed else None
 
-        def prepare() -> None:
+        def close() -> None:
             self._hooks.call_before_dump()
             # after the hooks, which may close an NVML of their own
             self._listener.close_connections()
-            client_libraries.hold_requests()
+            connections.hold_requests()
+
+        def prepare() -> None:
             if lean is not None:
                 lean.prepare(snapshot or "")
             if torn is not None:
@@ -167,7 +169,9 @@ class DumpPause:
                 dropped = lean.drop()
                 self._quiesced = replace(self._quiesced, snapshot=snapshot or "", dropped=dropped)
 
-        why = self._agree("ready", _try(prepare)) or self._agree("dropped", _try(drop))
+        # each only if all ranks came through the one before: the next may be collective
+        why = self._agree("closed", _try(close)) or self._agree("ready", _try(prepare))
+        why = why or self._agree("dropped", _try(drop))
         if torn is None or why:
             return why
         why = self._agree("apart", _try(torn.tear_down))
@@ -200,6 +204,7 @@ class DumpPause:
         """Run steps 5 and 6."""
 
         def open_again() -> None:
+            connections.release_requests()  # before the hooks, which may use a store
             self._listener.reopen_connections()
             self._hooks.call_after_restore()
 

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from fsspec.asyn import sync
 
-from trainckpt.storage.client_libraries import close_at_the_end
+from trainckpt.storage.connections import close_at_the_end
 from trainckpt.storage.object_client import (
     CALL_S,
     DATA_S,

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trainckpt.errors import TrainckptError
+from trainckpt.storage import connections
 from trainckpt.storage.store_errors import ABSENT, meaning
 from trainckpt.storage.worker_pool import Workers
 
@@ -143,7 +144,8 @@ def uploading(
             calls.make(what, lambda _: upload.part(number, held))
             return
         try:
-            upload.part(number, held)
+            with connections.request():
+                upload.part(number, held)
         except Exception as error:
             raise calls.translated(what, error) from error
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from trainckpt.errors import TierUnavailable, TrainckptError, UnusableSnapshot
-from trainckpt.storage import client_libraries
+from trainckpt.storage import connections
 from trainckpt.storage.store_errors import (
     ABSENT,
     DENIED,
@@ -107,19 +107,14 @@ class RetryPolicy:
             TierUnavailable: the store refused, did not answer in time, or the breaker is open.
             UnusableSnapshot: the object is missing.
         """
-        begun_s, tried = self._clock(), 0
+        begun_s, tried, state = self._clock(), 0, self._enter(what)
         while True:
-            state = self.breaker.enter()
-            if state == OPEN:
-                raise self._left_alone(what)
             try:
-                with self._slots, client_libraries.request():
+                with self._slots, connections.request():
                     result = call(tried)
             except Exception as error:
-                if client_libraries.are_held():  # cut off for a process dump, not by the store
-                    if state == HALF_OPEN:
-                        self.breaker.gave_up()
-                    tried += 1
+                if connections.are_held():  # cut off for a process dump, not by the store
+                    begun_s, tried = self._clock(), tried + 1
                     continue
                 if meaning(error) != TRANSIENT:
                     self._has_answered()
@@ -144,6 +139,14 @@ class RetryPolicy:
                 return result
             tried += 1
             self._sleep(pause_s)
+            state = self._enter(what)
+
+    def _enter(self, what: str) -> str:
+        """Return the breaker's state for a try; raise `TierUnavailable` if it forbids any."""
+        state = self.breaker.enter()
+        if state == OPEN:
+            raise self._left_alone(what)
+        return state
 
     def translated(self, what: str, error: Exception) -> TrainckptError:
         """Return a library's error as an error of this package."""
