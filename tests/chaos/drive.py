@@ -117,7 +117,8 @@ def _around_dumps(random: Random, possible: Sequence[str]) -> tuple[Shot, ...]:
         for moment in (DUMPED, BEGINS):
             if random.random() < 0.5:
                 shot = _shot(random, possible, first=False)
-                after = random.randrange(300 if moment == DUMPED else 600)
+                longest = 60 if shot.fault.startswith("CRIU") else 300  # it works for a second
+                after = random.randrange(longest if moment == DUMPED else 2 * longest)
                 shots.append(replace(shot, moment=moment, after=after))
     return tuple(shots)
 
