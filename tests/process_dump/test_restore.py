@@ -133,6 +133,9 @@ def test_a_file_that_has_grown_is_cut_back_and_what_came_later_is_kept(tmp_path)
     path.unlink()
     with pytest.raises(UnusableSnapshot, match="is gone"):
         restore.cut_back(WrittenFile(str(path), 9), attempt=6)
+    os.mkfifo(path)  # CRIU would open it, and wait for somebody at its other end
+    with pytest.raises(UnusableSnapshot, match="is no file any more"):
+        restore.cut_back(WrittenFile(str(path), 0), attempt=6)
 
 
 def test_what_came_later_is_safe_under_its_name_before_the_file_is_cut(tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ import contextlib
 import itertools
 import os
 import signal
+import stat
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -286,13 +287,16 @@ def grown(file: WrittenFile) -> int:
     """Return the bytes a file written by the tree has grown by.
 
     Raises:
-        UnusableSnapshot: it is shorter, or gone.
+        UnusableSnapshot: it is shorter, gone, or no file; CRIU would wait for a pipe's other end.
     """
     path = Path(file.path)
     try:
-        size = path.stat().st_size
+        status = path.stat()
     except FileNotFoundError:
         raise UnusableSnapshot(f"{path}, which was open for writing, is gone") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise UnusableSnapshot(f"{path}, which was open for writing, is no file any more")
+    size = status.st_size
     if size < file.num_bytes:
         raise UnusableSnapshot(f"{path} has {size} bytes, {file.num_bytes} when it was dumped")
     return size - file.num_bytes
