@@ -37,8 +37,10 @@ def test_a_file_is_written_or_read_and_a_database_is_seen(tmp_path):
     connection.commit()
     with read.open(), written.open("a"):
         assert of(str(read)).written() == []
+        assert of(str(read)).read() == [str(read)]
         look = of(str(written))
         assert look.written() == [str(written)]
+        assert look.read() == []
         assert why_not(look) == []
         elsewhere = replace(look, outside=frozenset({str(written)}))
         assert why_not(elsewhere) == [

@@ -116,6 +116,17 @@ def test_a_truncated_a_damaged_and_a_missing_image_are_named(tmp_path):
         restore.verify(tmp_path, RECORD)
 
 
+def test_a_file_that_became_a_pipe_is_named_in_place_of_a_wait(tmp_path):
+    path = tmp_path / "data"
+    record = replace(RECORD, read=(str(path),), mapped=())
+    assert restore.why_changed(record) == "", "CRIU names one that is gone"
+    path.touch()
+    assert restore.why_changed(record) == ""
+    path.unlink()
+    os.mkfifo(path)
+    assert restore.why_changed(record) == f"{path}, which was open, is no file any more"
+
+
 def test_a_file_that_has_grown_is_cut_back_and_what_came_later_is_kept(tmp_path):
     path = tmp_path / "log"
     path.write_bytes(b"as it was, and later")

@@ -156,6 +156,7 @@ class DumpRecord:
         snapshot: Full name of the snapshot with the memory missing from the images, or "".
         dropped: Bytes of that memory.
         ports: TCP and UDP ports to keep free too, if possible.
+        read: Files open for reading alone.
         keys: The images' key, wrapped for each recipient; empty: they are not encrypted.
     """
 
@@ -177,6 +178,7 @@ class DumpRecord:
     snapshot: SnapshotText = ""
     dropped: int = 0
     ports: tuple[Port, ...] = ()
+    read: tuple[AbsolutePath, ...] = ()
     keys: tuple[Wrapped, ...] = ()
 
     @property

@@ -343,6 +343,7 @@ def _record(
         mapped=tuple(mapped),
         snapshot=order.snapshot,
         dropped=order.dropped,
+        read=tuple(held.read()),
         ports=tuple(ids_and_ports.bound(order.root, held.sockets())),
         keys=keys,
     )

@@ -85,6 +85,11 @@ class TreeState:
         """Return the paths of its files open for writing, sorted."""
         return sorted({each.target for each in self.held if each.is_file and each.writes})
 
+    def read(self) -> list[str]:
+        """Return the paths of its files open for reading alone, sorted."""
+        files = {each.target for each in self.held if each.is_file}
+        return sorted(files.difference(self.written()))
+
 
 def why_not(look: TreeState, *, gpus: bool = False) -> list[str]:
     """Return the reasons against dumping such a tree, one sentence each. Pure.

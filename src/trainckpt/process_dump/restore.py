@@ -101,10 +101,10 @@ def why_not(record: DumpRecord, host: Host) -> str:
 
 
 def why_changed(record: DumpRecord) -> str:
-    """Return a sentence about a changed library or other mapped file; "" if none changed.
+    """Return a sentence about a changed library or other mapped or open file; "" if none changed.
 
     CRIU compares only sizes and any build ids. A file replaced at the same size would give the
-    processes other code.
+    processes other code; CRIU would open a pipe in place of one, and wait for its other end.
     """
     for file in record.mapped:
         try:
@@ -113,6 +113,10 @@ def why_changed(record: DumpRecord) -> str:
             return f"{file.path}, which was mapped, is gone"
         if (status.st_size, status.st_mtime_ns) != (file.num_bytes, file.changed_ns):
             return f"{file.path}, which was mapped, has changed since"
+    for path in record.read:
+        with contextlib.suppress(OSError):  # CRIU names a missing one
+            if not stat.S_ISREG(Path(path).stat().st_mode):
+                return f"{path}, which was open, is no file any more"
     return ""
 
 
