@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -32,7 +33,12 @@ from trainckpt.format.dump import DumpName, Image
 from trainckpt.launcher.dumper import Dumpable, Dumper, DumpTarget
 from trainckpt.launcher.outcome import Outcome
 from trainckpt.launcher.processes import ReparentedProcess, orphans_come_here
-from trainckpt.launcher.restored_dump import AlreadyResumed, RestoredDump, supervise_restored
+from trainckpt.launcher.restored_dump import (
+    AlreadyResumed,
+    RestoredDump,
+    StoppedBefore,
+    supervise_restored,
+)
 from trainckpt.launcher.supervisor_record import BY_SUPERVISOR, NamedRun
 from trainckpt.launcher.supervisor_signals import Inbox
 from trainckpt.process_dump import criu, dump, process_tree, restore
@@ -698,6 +704,37 @@ class Slower(NamedRun):
     def claim_from(self, parent, facts):
         attempt_history.claim(self.tier, partial(AttemptRecord, parent=None))
         return super().claim_from(parent, facts)
+
+
+def test_a_signal_before_the_claim_ends_the_resume_and_the_dump_stays_of_use(
+    criu_here, counting, tmp_path, monkeypatch
+):
+    """Before CRIU begins, and while it restores. After the claim it could end the processes, and
+    with them what is in no other dump."""
+    record = counting.dump()
+    attempt_history.found_run(counting.tier)
+    attempt_history.claim(counting.tier, partial(AttemptRecord, parent=None))
+    script = f"[ $1 = restore ] && kill -TERM {os.getpid()}; exec {criu_here.program} $*"
+    signalling = pretend(tmp_path / "criu", criu_here.version, script)
+
+    def stopped(program, *signals):
+        monkeypatch.setenv(criu.VARIABLE, str(program))
+        named = NamedRun(str(counting.tier.root), ["python"], str(tmp_path), 1)
+        dumped = RestoredDump(counting.tier, record, named, {}, Dumpable(criu_here, print))
+        why = r"SIG[A-Z]+: dump~1\.1 is not restored, and stays as it is"
+        with Inbox() as inbox:
+            for number in signals:
+                os.kill(os.getpid(), number)
+            with pytest.raises(StoppedBefore, match=why):
+                supervise_restored(dumped, inbox)
+        assert process_tree.taken(record.tasks) == []
+        assert attempt_history.newest(counting.tier) == record.name.attempt
+
+    stopped(criu_here.program, signal.SIGINT)
+    stopped(signalling)
+    monkeypatch.delenv(criu.VARIABLE)
+    counting.restore(record)
+    assert counting.counts_on()
 
 
 def test_two_who_restore_one_dump_do_not_both(criu_here, counting, tmp_path):

@@ -25,10 +25,12 @@ from trainckpt.errors import (
 )
 from trainckpt.format.names import MANIFEST, SnapshotName
 from trainckpt.launcher.dumper import Dumpable, ability_for
+from trainckpt.launcher.early_requeue import before_launch
 from trainckpt.launcher.restored_dump import (
     LISTENS,
     AlreadyResumed,
     RestoredDump,
+    StoppedBefore,
     supervise_restored,
 )
 from trainckpt.launcher.supervisor_record import BY_SUPERVISOR, NamedRun
@@ -195,6 +197,9 @@ def restored(
             return None
         dumped = _dumped(tier, record, arguments, command, max_restarts)
         return supervise_restored(dumped, inbox)
+    except StoppedBefore as error:
+        _say(error.message)
+        return before_launch(inbox)
     except (AlreadyResumed, ConfigurationError):
         raise  # without an identity: the snapshots want the same
     except TrainckptError as error:

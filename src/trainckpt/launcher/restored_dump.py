@@ -57,6 +57,10 @@ class AlreadyResumed(UnusableSnapshot):
     """Another process goes on from the dump, or from what came after it."""
 
 
+class StoppedBefore(TrainckptError):
+    """A signal came before the processes ran; the dump stays as it is."""
+
+
 @dataclass(frozen=True)
 class RestoredDump:
     """A dump to restore and the launch it becomes."""
@@ -77,6 +81,7 @@ def supervise_restored(dumped: RestoredDump, inbox: Inbox) -> RunResult:
 
     Raises:
         AlreadyResumed: another process has resumed from it, or is about to.
+        StoppedBefore: a signal came before any of it ran.
         UnusableSnapshot: it could not be restored, or its ranks could not be made whole; the
             attempt has the reason, and nothing of it runs.
     """
@@ -86,7 +91,7 @@ def supervise_restored(dumped: RestoredDump, inbox: Inbox) -> RunResult:
         with _alone(dumped) as lock, examined as restorable, orphans_come_here():
             logs = closing.enter_context(_outputs(dumped, folder))
             closing.callback(named.close)
-            attempt = _bring_back(dumped, restorable, lock)
+            attempt = _bring_back(dumped, restorable, lock, inbox)
         with contextlib.suppress(OSError):
             shutil.rmtree(dumped.tier.root / record.name.folder / IMAGES)
         process = ReparentedProcess(record.root)
@@ -170,12 +175,20 @@ def _claim(dumped: RestoredDump) -> int:
     return claimed.attempt
 
 
-def _bring_back(dumped: RestoredDump, whole: RestorableDump, lock: int) -> int:
+def _must_go_on(dumped: RestoredDump, inbox: Inbox) -> None:
+    """Refuse once a signal has come: it may end the processes, and a claim uses up the dump."""
+    if inbox.signalled:
+        name = dumped.record.name
+        raise StoppedBefore(f"{inbox.first}: {name} is not restored, and stays as it is")
+
+
+def _bring_back(dumped: RestoredDump, whole: RestorableDump, lock: int, inbox: Inbox) -> int:
     """Restore the processes, and return their attempt."""
     name, named_run = dumped.record.name, dumped.named
     claimed = list[int]()
 
     def claim() -> Mapping[str, str]:
+        _must_go_on(dumped, inbox)
         try:
             claimed.append(_claim(dumped))
         except OSError as error:
@@ -184,6 +197,7 @@ def _bring_back(dumped: RestoredDump, whole: RestorableDump, lock: int) -> int:
         ends = os.environ.get(SLURM_VARIABLE)
         return status_files.restore_files(claimed[0], process_start_s(), ends)
 
+    _must_go_on(dumped, inbox)
     try:
         whole.bring_back(_must_be_newest(dumped), claim, [lock], dumped.dumpable.say)
     except AlreadyResumed:
