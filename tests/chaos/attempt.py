@@ -40,7 +40,7 @@ class Places:
 
     def __init__(self, stage: Stage, room: Room, seed: int) -> None:
         self.folder = stage.folder / f"case{seed}"
-        self.folder.mkdir()
+        self.folder.mkdir(exist_ok=True)
         name, self.tier = f"run{seed}", None
         stage.begin(room)
         if room.place == S3:

@@ -1,8 +1,10 @@
 """One long run that a fault hits every 20 seconds on the average: python -m tests.chaos.soak
 
-    --for 2h      how long faults go on; the run ends after that
-    --json FILE   the verdict, all faults, and what was sampled
-    --png FILE    memory, descriptors and files over time
+    --for 2h          how long faults go on; the run ends after that
+    --json FILE       the verdict, all faults, and what was sampled
+    --png FILE        memory, descriptors and files over time
+    --go-on FOLDER    the same run goes on in the folder of a soak that ended, with what is in
+                      FILE; its shared memory is lost, as by a power cut
 
 Two ranks train under one `trainckpt run` with workers, a folder and a slower tier in an object
 store. Faults are drawn from the catalogue of `tests.chaos`. Those that end the supervisor are
@@ -58,6 +60,7 @@ LOOK_S, SAMPLE_S = 0.02, 5.0
 MANY_RESTARTS = 1_000_000
 UP_SHARE = 0.5  # of the time that is trained in, about
 SEED = 1
+OF_A_PART = ("commit", "launches", "wrong")
 
 
 @dataclass(frozen=True)
@@ -128,14 +131,26 @@ class Sample:
 class Soak(drive.Play):
     """The run, with faults for `duration_s`; 0: without any, as a reference."""
 
-    def __init__(self, stage: Stage, room: LongRoom, duration_s: float) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        room: LongRoom,
+        duration_s: float,
+        before: dict[str, Any] | None = None,
+    ) -> None:
         super().__init__(stage, drive.Case(int(duration_s), room, (), MANY_RESTARTS))
-        self.duration_s, self.samples, self.problem = duration_s, list[Sample](), ""
-        self.hits: list[dict[str, Any]] = []
-        self._draws = Random(SEED)
-        self._begun_s = time.monotonic()
-        self._due_s = self._next()
-        self._sampled_s = 0.0
+        self.duration_s, self.problem = duration_s, ""
+        before = before or {"faults": [], "samples": [], "launches": 0}
+        self.hits: list[dict[str, Any]] = before["faults"]
+        self.samples = [Sample(**sample) for sample in before["samples"]]
+        self.attempts = [drive.Ended(([0], []), []) for _ in range(before["launches"])]
+        if self.attempts:
+            self.attempts[0].hits = [(hit["fault"], hit["where"], 0) for hit in self.hits]
+        begun_s = self.samples[-1].at_s if self.samples else 0.0
+        self._draws = Random(SEED + before["launches"])
+        self._begun_s = time.monotonic() - begun_s
+        self._due_s = begun_s + self._next()
+        self._sampled_s = begun_s
         self._progress = (0, time.monotonic())
         possible = [n for n, f in CATALOGUE.items() if f.needs(room) and n not in LEFT_OUT]
         self._faults = [n for n in possible if not CATALOGUE[n].permits & {OLDER}]
@@ -314,6 +329,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=0, help="default: 0.4 for each second")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path)
+    parser.add_argument("--go-on", type=Path, metavar="FOLDER")
     args = parser.parse_args()
     if ALONE not in os.environ:
         alone = str(Path(__file__).parents[1] / "alone.py")
@@ -322,17 +338,20 @@ def main() -> int:
     if why := why_not():
         print(f"no soak here: {why}", file=sys.stderr)
         return 1
-    folder = Path(tempfile.mkdtemp(prefix="trainckpt-soak-"))
+    folder = args.go_on or Path(tempfile.mkdtemp(prefix="trainckpt-soak-"))
+    before = json.loads(args.json.read_text()) if args.go_on else None
     room = long_room(args.steps or int(0.4 * args.duration_s))
     with stage(folder) as one:
         reference = Soak(one, rooms.without_saves(room), 0.0)
-        reference.soak()
-        one.forget(room)
-        soak = Soak(one, room, args.duration_s)
+        if before is None:
+            reference.soak()
+            one.forget(room)
+        soak = Soak(one, room, args.duration_s, before)
         soak.soak()
         wrong = verdict(soak, reference)
     result = {
         "commit": library_commit(),
+        "before": [*before["before"], {k: before[k] for k in OF_A_PART}] if before else [],
         "seconds": args.duration_s,
         "steps": room.num_steps,
         "launches": len(soak.attempts),

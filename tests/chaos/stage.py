@@ -40,7 +40,7 @@ class Stage:
         self.folder, self._stack = folder, stack
         self._servers: dict[tuple[str, ...], launch.Server] = {}
         self.memory = folder / "memory"
-        self.memory.mkdir()
+        self.memory.mkdir(exist_ok=True)
         self._mount("512m", self.memory)
 
     def server(self, room: Room) -> launch.Server:

@@ -151,16 +151,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if verb in ONLY_TELL else READER_GONE
     except OSError as error:
         if not _is_unwritable():
-            return _bug()
+            return _starved_or_bug(error)
         tell(f"error: stdout cannot be written to: {error.strerror}")
         return UNWRITABLE
     except KeyboardInterrupt:
         return INTERRUPTED
-    except Exception:  # noqa: BLE001 - whatever is left is our own mistake
-        return _bug()
+    except Exception as error:  # noqa: BLE001 - whatever is left is our own mistake
+        return _starved_or_bug(error)
 
 
-def _bug() -> int:
+def _starved_or_bug(error: Exception) -> int:
+    from trainckpt.storage.store_errors import is_starved, starved
+
+    if is_starved(error):
+        said = starved("this host has too little left", error)
+        tell(f"error: {said}")
+        return said.exit_code
     tell(f"{traceback.format_exc()}error: this is a bug in trainckpt; please report it")
     return TrainckptError.exit_code
 

@@ -47,6 +47,7 @@ from trainckpt.launcher.torchrun_command import (
 )
 from trainckpt.preemption.wall_time import STARTED_VARIABLE, process_start_s
 from trainckpt.storage import compile_folder
+from trainckpt.storage.store_errors import is_starved, starved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -287,8 +288,12 @@ def _launch(
                 named=named,
                 dumper=dumpable.dumper(process, Path(folder), logs, named) if dumpable else None,
             )
-            with _watching(start.watch, process):
-                history = launched.run()
+            try:
+                with _watching(start.watch, process):
+                    history = launched.run()
+            except BaseException:  # as on a host without a thread left
+                kill_session(process)
+                raise
         ranks = launched.statuses()
     # A resume of a dump makes this folder again, so it is gone before the dump is announced.
     return classify_and_record(replace(history, start_again=start.start_again), ranks, inbox, named)
@@ -328,6 +333,8 @@ def _execute(start: _Start, variables: Mapping[str, str], logs: OutputRelay | No
             command, env=dict(variables), cwd=start.cwd, start_new_session=True, **streams
         )
     except OSError as error:
+        if is_starved(error):
+            raise starved(f"cannot start {start.command[0]}", error) from error
         raise ConfigurationError(
             f"cannot start {start.command[0]}: {error}", hint="check the command and its path"
         ) from error

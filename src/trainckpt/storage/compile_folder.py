@@ -102,7 +102,8 @@ def in_use(environment: Mapping[str, str]) -> Iterator[None]:
     if folder is not None:
         _renew(folder)
         name = "trainckpt-compile-folder"
-        threading.Thread(target=renew_daily, args=(folder,), name=name, daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # no thread left: then it is renewed once
+            threading.Thread(target=renew_daily, args=(folder,), name=name, daemon=True).start()
     try:
         yield
     finally:

@@ -26,7 +26,7 @@ from trainckpt.storage.client_libraries import give_own_randomness
 from trainckpt.storage.local import TEMPORARY, key_parts
 from trainckpt.storage.redact import redacted
 from trainckpt.storage.retry import Limits, RetryPolicy, draw_own
-from trainckpt.storage.store_errors import BEYOND, TAKEN, is_starved, meaning
+from trainckpt.storage.store_errors import BEYOND, TAKEN, is_starved, meaning, starved
 from trainckpt.storage.worker_pool import Workers
 
 if TYPE_CHECKING:
@@ -99,11 +99,7 @@ def _open_client(url: str, shown: str) -> tuple[str, ObjectClient, str]:
     except Exception as error:  # noqa: BLE001 - libraries of others, on what a user wrote
         what = redacted(" ".join(str(error).split())) or type(error).__name__
         if is_starved(error):
-            raise TierUnavailable(
-                f"{shown}: cannot open this store: {what[:300]}",
-                hint="let this user have more open files, memory or processes (ulimit -a), then "
-                "start again",
-            ) from None
+            raise starved(f"{shown}: cannot open this store", Exception(what[:300])) from None
         hint = f"name a directory, or {kind.example}"
         # Not `from error`: it may quote a secret of the environment.
         raise ConfigurationError(f"{shown}: {what[:300]}", hint=kind.login or hint) from None

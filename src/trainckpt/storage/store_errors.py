@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 from typing import TYPE_CHECKING
 
+from trainckpt.errors import TierUnavailable
 from trainckpt.storage.redact import redacted
 
 if TYPE_CHECKING:
@@ -128,6 +129,15 @@ def is_starved(error: BaseException) -> bool:
         or (isinstance(each, OSError) and each.errno in _STARVED)
         or (isinstance(each, RuntimeError) and _NO_THREAD in str(each))
         for each in _causes(error)
+    )
+
+
+def starved(what: str, error: BaseException) -> TierUnavailable:
+    """Return the error for a call that `is_starved`: "cannot start python"."""
+    return TierUnavailable(
+        f"{what}: {error}",
+        hint="let this user have more open files, memory or processes (ulimit -a), then start "
+        "again",
     )
 
 
