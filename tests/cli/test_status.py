@@ -23,9 +23,11 @@ from trainckpt.attempt.live_status import LiveStatus, SavingNow, UploadNow
 from trainckpt.attempt.options import read_options
 from trainckpt.cli import status as verb
 from trainckpt.cli.main import main
+from trainckpt.format.attempt_record import AttemptRecord
 from trainckpt.format.attempt_times import TrainedCount
 from trainckpt.inspect.run_status import RunStatus, TierNow, read_status
 from trainckpt.save.schedule import SaveSchedule
+from trainckpt.snapshot import attempt_history
 from trainckpt.storage.local import LocalTier
 
 ESCAPE = "\x1b"
@@ -135,6 +137,22 @@ def test_copies_to_slower_tiers_are_told(tmp_path, capsys):
 
 def tiers(run):
     return read_status(str(run)).tiers
+
+
+def test_where_the_supervisor_beats_the_page_says_why_nothing_is_known(tmp_path, capsys):
+    """In place of the ranks of a command without a Checkpointer, and while processes are dumped."""
+    tier = LocalTier(tmp_path)
+    attempt_history.found_run(tier)
+    attempt = attempt_history.claim(tier, lambda number: AttemptRecord(number, None)).attempt
+    beating = heartbeat.Heartbeat(tier, attempt)
+    beating.start()
+    try:
+        wait_for(lambda: read_status(str(tmp_path)).is_alive)
+        assert main(["status", str(tmp_path)]) == 0
+    finally:
+        beating.stop()
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "now unknown: it has no Checkpointer, is being dumped, or is of an older" in shown
 
 
 def test_there_is_no_status_without_a_run(tmp_path, capsys):

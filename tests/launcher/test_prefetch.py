@@ -21,7 +21,7 @@ from trainckpt.launcher import prefetch
 from trainckpt.launcher.torchrun_command import likely_run
 from trainckpt.resume import host_cache
 from trainckpt.run_directory import run_url
-from trainckpt.snapshot import fetch
+from trainckpt.snapshot import attempt_history, fetch
 from trainckpt.storage.direct_io import PAGE_BYTES
 from trainckpt.storage.local import Disk, LocalTier
 from trainckpt.storage.shared_memory import SharedMemoryDir
@@ -116,6 +116,13 @@ def test_what_is_no_run_or_is_spoilt_brings_nothing_and_harms_nothing(crashed_ru
     assert prefetch.main([str(crashed_run)]) == 0
     shutil.rmtree(crashed_run / "snapshots")
     assert prefetch.main([str(crashed_run)]) == 0
+
+
+def test_for_a_run_without_a_snapshot_nothing_is_left_in_memory(tmp_path):
+    """Its command may have no Checkpointer, and then nothing would ever remove it."""
+    attempt_history.found_run(LocalTier(tmp_path))
+    assert prefetch.main([str(tmp_path)]) == 0
+    assert SharedMemoryDir.found(str(tmp_path)) is None
 
 
 @pytest.fixture

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 EVERY_S, IN_A_LOG_S = 1.0, 10.0
 LOOK_SHARE = 0.2  # most of the time that looking may take
 BAR_WIDTH, WIDEST = 24, 100
+# Heartbeats of a supervisor have no status, nor do those of older releases.
+UNKNOWN = "unknown: it has no Checkpointer, is being dumped, or is of an older release"
 FULL, PART, REST = "━", "╸", "─"
 
 # bucket -> its name here, and its color
@@ -169,7 +171,7 @@ def _rows(status: RunStatus) -> Iterator[tuple[str, RenderableType]]:
     live = status.live
     if live is None:
         if status.is_alive:
-            yield "now", "unknown: it is of an older release"
+            yield "now", UNKNOWN
         return
     yield "now", _now(live)
     if live.saving is not None:

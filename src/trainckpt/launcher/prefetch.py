@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from trainckpt.attempt.status_files import SUPERVISOR_VARIABLE
 from trainckpt.errors import TrainckptError
-from trainckpt.format.names import RUN_RECORD
+from trainckpt.format.names import RUN_RECORD, SNAPSHOTS
 from trainckpt.resume import candidate_order
 from trainckpt.run_directory import run_url
 from trainckpt.snapshot import attempt_history, catalog
@@ -47,7 +47,9 @@ def main(arguments: list[str]) -> int:
     run, *wanted_snapshot = arguments
     with contextlib.suppress(TrainckptError, OSError):
         tier = run_url.open_tier_at(run)
-        memory = SharedMemoryDir.of(tier.url) if tier.size(RUN_RECORD) else None
+        # A command without a Checkpointer never gives memory back, and has no snapshot to bring.
+        has_some = tier.size(RUN_RECORD) and tier.list(SNAPSHOTS)
+        memory = SharedMemoryDir.of(tier.url) if has_some else None
         if memory is not None:
             with memory.fetching():
                 bring(tier, memory, *wanted_snapshot)
