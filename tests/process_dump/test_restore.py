@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -147,6 +148,23 @@ def test_a_file_that_has_grown_is_cut_back_and_what_came_later_is_kept(tmp_path)
     os.mkfifo(path)  # CRIU would open it, and wait for somebody at its other end
     with pytest.raises(UnusableSnapshot, match="is no file any more"):
         restore.cut_back(WrittenFile(str(path), 0), attempt=6)
+
+
+def test_a_copy_that_the_disk_has_no_room_for_is_removed_and_the_file_stays(tmp_path):
+    """Each further `resume` would leave another part of one."""
+    path, before = tmp_path / "log", resource.getrlimit(resource.RLIMIT_FSIZE)
+    path.write_bytes(bytes(3 << 20))
+    record = replace(RECORD, written=(WrittenFile(str(path), 9),), folder=str(tmp_path / "own"))
+    restorable = restore.RestorableDump(record, Path("none"), tmp_path, None)
+    why = f"{path} has grown and cannot be cut back: File too large"
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(restore.RestoreBlocked, match=why):
+            restorable.bring_back(4, dict)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [each.name for each in tmp_path.iterdir()] == ["log"]
+    assert path.stat().st_size == 3 << 20
 
 
 def test_what_came_later_is_safe_under_its_name_before_the_file_is_cut(tmp_path, monkeypatch):

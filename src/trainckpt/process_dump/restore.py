@@ -311,24 +311,40 @@ def cut_back(file: WrittenFile, attempt: int) -> None:
     if grown(file) == 0:
         return
     path = Path(file.path)
-    with path.open("r+b") as source, _new_beside(path, f"after-{attempt}") as target:
-        source.seek(file.num_bytes)
-        while block := source.read(COPY_BYTES):
-            target.write(block)
-        target.flush()
-        os.fsync(target.fileno())
+    with path.open("r+b") as source:
+        with _new_beside(path, f"after-{attempt}") as target:
+            source.seek(file.num_bytes)
+            while block := source.read(COPY_BYTES):
+                target.write(block)
+            target.flush()
+            os.fsync(target.fileno())
         sync(path.parent)  # the copy has its name before the source is cut
         source.truncate(file.num_bytes)
         os.fsync(source.fileno())
 
 
-def _new_beside(path: Path, ending: str) -> BinaryIO:
-    """Open a new file `<path>.<ending>`, or `<path>.<ending>-2` and so on; overwrite none."""
+@contextlib.contextmanager
+def _new_beside(path: Path, ending: str) -> Iterator[BinaryIO]:
+    """Open a new file `<path>.<ending>`, or `<path>.<ending>-2` and so on; overwrite none.
+
+    The file is removed if the block fails, as on a full disk: each try would leave another.
+    """
+    candidate, descriptor = _created_beside(path, ending)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+    except BaseException:
+        with contextlib.suppress(OSError):
+            candidate.unlink()
+        raise
+
+
+def _created_beside(path: Path, ending: str) -> tuple[Path, int]:
     for number in itertools.count(1):
         candidate = path.with_name(f"{path.name}.{ending}{f'-{number}' if number > 1 else ''}")
         with contextlib.suppress(FileExistsError):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            return os.fdopen(os.open(candidate, flags, 0o600), "wb")
+            return candidate, os.open(candidate, flags, 0o600)
     raise AssertionError
 
 
@@ -376,13 +392,16 @@ def _put_files(record: DumpRecord, attempt: int) -> None:
     """Restore files to their dumped state: those written by the tree, and the supervisor's.
 
     Raises:
-        RestoreBlocked: a file written by the tree is shorter or gone.
+        RestoreBlocked: a file written by the tree is shorter or gone, or cannot be cut back.
     """
-    try:
-        for file in record.written:
+    for file in record.written:
+        try:
             cut_back(file, attempt)
-    except UnusableSnapshot as error:
-        raise RestoreBlocked(f"{record.name} cannot be restored: {error.message}") from error
+        except UnusableSnapshot as error:
+            raise RestoreBlocked(f"{record.name} cannot be restored: {error.message}") from error
+        except OSError as error:
+            message = f"{file.path} has grown and cannot be cut back: {error.strerror or error}"
+            raise RestoreBlocked(f"{record.name} cannot be restored: {message}") from error
     Path(record.folder).mkdir(mode=0o700, parents=True, exist_ok=True)
     _write(record, record.told)
 
