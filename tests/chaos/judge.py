@@ -138,7 +138,7 @@ def left_behind(play: Play) -> Iterator[str]:
             yield f"{file.relative_to(run)} was left behind"  # a later attempt removes those
     for folder in (run / "snapshots").glob("*"):
         ours = folder not in foreign and not any(folder.glob(f"{SERVERS_OWN}*"))
-        if ours and not (folder / "manifest.json").exists():
+        if ours and not (folder / "manifest.json").exists() and not _is_referred_to(play, folder):
             yield f"snapshots/{folder.name} has no manifest, and was left behind"
     for folder in [f for name in ("images", "opened") for f in run.glob(f"dumps/*/{name}")]:
         if any(folder.iterdir()):
@@ -149,6 +149,14 @@ def left_behind(play: Play) -> Iterator[str]:
         if names:
             names += [str(f.relative_to(memory)) for f in memory.glob("trainckpt-*/*/**/*")][:9]
             yield f"shared memory of host {host} still holds {names}"
+
+
+def _is_referred_to(play: Play, folder: Path) -> bool:
+    """Whether newer snapshots refer to each file of this older one."""
+    tier = open_run_tier(str(play.places.run))
+    found = read_catalog(tier, run_id(tier), read_attempts(tier))
+    reached = {file.name for c in found if c.manifest is not None for file in c.manifest.reached}
+    return all(f"{folder.name}/{file.name}" in reached for file in folder.iterdir())
 
 
 def unsound(play: Play) -> Iterator[str]:
