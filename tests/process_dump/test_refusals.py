@@ -454,6 +454,31 @@ def test_a_tree_that_keeps_proc_of_another_process_open_is_not_dumped(criu_here,
         assert counting.counts_on()
 
 
+BEATS = """
+import os, signal, sys, time
+path = "{path}"
+os.makedirs(os.path.dirname(path), exist_ok=True)
+beat = open(path, "w")
+signal.signal(signal.SIGCONT, lambda *_: beat.close())
+"""
+
+
+def test_a_heartbeat_open_at_the_instant_of_the_dump_is_not_in_it(criu_here, tmp_path, monkeypatch):
+    """The supervisor removes it at the attempt's end, and the dump would be refused for that."""
+    beat = heartbeat.path_of(LocalTier(tmp_path / "run"), NAME.attempt)
+    text = BEATS.format(path=beat) + PROGRAM
+    counting = Counting(tmp_path, criu_here.program, criu_here.version, text)
+    with contextlib.ExitStack() as ends:
+        ends.callback(counting.end)
+        assert counting.counts_on()
+        order = replace(counting.order(), removed=(beat,))
+        monkeypatch.setattr(counting, "order", lambda: order)
+        record = counting.dump()
+        beat.unlink()
+        counting.restore(record)
+        assert counting.counts_on()
+
+
 IS_DUE = """
 import ctypes, select, signal, struct, sys
 libc = ctypes.CDLL(None)

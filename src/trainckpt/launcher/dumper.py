@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainckpt.attempt.heartbeat import Heartbeat
+from trainckpt.attempt.heartbeat import Heartbeat, path_of
 from trainckpt.attempt.launch import recorded_cwd, recorded_options
 from trainckpt.attempt.status_files import SUPERVISOR_VARIABLE, read_paces, read_rank_statuses
 from trainckpt.dumping import handshake
@@ -551,6 +551,7 @@ class Dumper:
             snapshot=next((quiesced.snapshot for quiesced in resting if quiesced.dropped), ""),
             dropped=sum(quiesced.dropped for quiesced in resting),
             recipients=self._recipients,
+            removed=(path_of(tier, record.attempt),),
         )
         heartbeat = Heartbeat(tier, record.attempt)  # the attempt's own processes stand still
         heartbeat.start()

@@ -74,6 +74,8 @@ class DumpOrder:
     gpus: GpuTree | None = None
     snapshot: str = ""  # it has the memory left out of the dump
     dropped: int = 0  # bytes left out
+    # files that the tree opens for a moment, and the supervisor removes: in no dump
+    removed: tuple[Path, ...] = ()
     recipients: tuple[str, ...] = ()  # of encrypted images; empty: no encryption
 
 
@@ -212,7 +214,9 @@ def _freeze(
             order.gpus.must_live()
         pids = process_tree.processes(order.root)  # some came and went before they were stopped
         tree_state = _look(order, pids, variable)
-        if not (reasons := tree_state.passing()):
+        removed = {str(path.resolve()) for path in order.removed} & {*tree_state.written()}
+        passing = [f"{path} is being written" for path in sorted(removed)]
+        if not (reasons := [*tree_state.passing(), *passing]):
             return pids, tree_state
         resume_tree(pids)
         shutil.rmtree(images)
