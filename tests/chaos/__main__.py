@@ -76,7 +76,12 @@ class Chaos:
             self.stage.forget(plain)
             part = Path(tempfile.mkdtemp(dir=self._references, prefix="part-"))
             (play.places.folder / "trace").rename(part / "trace")
-            part.rename(whole)
+            try:
+                part.rename(whole)
+            except OSError:  # another campaign was sooner
+                if not whole.exists():
+                    raise
+                shutil.rmtree(part)
             shutil.rmtree(play.places.folder)
         return whole
 
