@@ -218,6 +218,22 @@ def test_criu_is_out_of_reach_of_a_terminals_ctrl_c(tmp_path):
         assert int(said.split()[1]) != os.getsid(0)
 
 
+def test_a_check_that_is_killed_leaves_no_process(tmp_path, monkeypatch):
+    """CRIU tests the kernel by processes of its own, which wait for it."""
+    leaves = f"sleep 600 >/dev/null 2>&1 & echo $! >{tmp_path}/pid; kill -9 $$"
+    monkeypatch.setenv(criu.VARIABLE, str(pretend(tmp_path / "criu", "4.2", leaves)))
+    monkeypatch.setattr(criu, "is_privileged", lambda: True)
+    assert "check` says" in criu.examine().why_not
+    left, until = int((tmp_path / "pid").read_text()), time.monotonic() + HANG_S
+    while Path(f"/proc/{left}").exists() and state_of(left) != "Z":
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def state_of(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def test_what_criu_said_before_is_not_said_again(tmp_path):
     says = "echo 'Error (x:1): of old' > restore.log; exit 1"
     program = pretend(tmp_path / "criu", "4.2", f"cd {tmp_path}; {says}")

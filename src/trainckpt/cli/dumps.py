@@ -227,7 +227,9 @@ def _dumped(
     ability = dumpable(arguments, _say)
     if ability is None:
         here = criu.examine()
-        reason = here.why_not or f"{VARIABLE} is {OFF}"
+        reason = f"{VARIABLE} is {OFF}"
+        if os.environ.get(VARIABLE) != OFF:
+            reason = here.why_not or "CRIU failed its check a moment ago, and now passes"
         raise RestoreBlocked(f"{record.name} cannot be restored: {reason}", hint=here.cure)
     facts = attempt_history.read_attempts(tier)[record.name.attempt].facts
     if facts["launch"].get("by") != BY_SUPERVISOR:  # it has a Checkpointer
