@@ -238,7 +238,7 @@ class NotExclusive(Disk):
     ("disk", "why", "hint"),
     [
         (Pruned(), "another process removed its folder meanwhile", "was started twice"),
-        (NotExclusive(), "Invalid argument", "creates files exclusively"),
+        (NotExclusive(), "Invalid argument", "exclusive creation (O_EXCL)"),
     ],
 )
 def test_a_write_that_fails_names_its_cause_and_a_cure(tmp_path, disk, why, hint):

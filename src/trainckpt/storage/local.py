@@ -523,7 +523,10 @@ def translated(verb: str, path: Path, root: Path | None = None) -> Iterator[None
             errno.EROFS: "name a run on a writable file system",
         }.get(error.errno or 0, "")
         if verb in CREATING and error.errno in _CANNOT_CREATE:
-            hint = "name a directory whose file system creates files exclusively (O_EXCL)"
+            hint = (
+                "this file system may lack what a run needs, such as exclusive creation (O_EXCL): "
+                "name a directory on another one"
+            )
         raise TierUnavailable(f"cannot {verb} {path}: {why}", hint=hint) from error
 
 
