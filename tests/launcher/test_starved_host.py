@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -48,8 +49,10 @@ def test_a_launch_that_cannot_be_watched_is_ended(without_threads, tmp_path, cap
     monkeypatch.setattr(subprocess, "Popen", noted)
     without_threads("trainckpt-wait")
     command = [sys.executable, "-c", WAITS, str(tmp_path / "pid")]
-    assert main(["run", "--dumps", "off", "--nproc", "1", "--", *command]) == 69
-    assert is_starved(capfd)
+    assert main(["run", "--json", "--dumps", "off", "--nproc", "1", "--", *command]) == 69
+    told = json.loads(capfd.readouterr().out)
+    assert told["code"] == 69
+    assert "ulimit -a" in told["hint"]
     assert started[-1].wait(60) != 0
 
 

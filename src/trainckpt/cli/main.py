@@ -140,33 +140,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _identity(getattr(arguments, "identity", None)):
             return function_of(verb, "execute")(arguments)
     except TrainckptError as error:
-        if "--json" in itertools.takewhile(lambda word: word != "--", argv):
-            body = {"error": error.message, "code": error.exit_code, "hint": error.hint}
-            with contextlib.suppress(OSError):
-                print(json.dumps(body))
-        else:
-            tell(f"error: {error}")
-        return error.exit_code
+        return _refused(error, argv)
     except BrokenPipeError:
         return 0 if verb in ONLY_TELL else READER_GONE
     except OSError as error:
         if not _is_unwritable():
-            return _starved_or_bug(error)
+            return _starved_or_bug(error, argv)
         tell(f"error: stdout cannot be written to: {error.strerror}")
         return UNWRITABLE
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001 - whatever is left is our own mistake
-        return _starved_or_bug(error)
+        return _starved_or_bug(error, argv)
 
 
-def _starved_or_bug(error: Exception) -> int:
+def _refused(error: TrainckptError, argv: Sequence[str]) -> int:
+    """Print the error, as JSON with `--json`; return its exit code."""
+    if "--json" in itertools.takewhile(lambda word: word != "--", argv):
+        body = {"error": error.message, "code": error.exit_code, "hint": error.hint}
+        with contextlib.suppress(OSError):
+            print(json.dumps(body))
+    else:
+        tell(f"error: {error}")
+    return error.exit_code
+
+
+def _starved_or_bug(error: Exception, argv: Sequence[str]) -> int:
     from trainckpt.storage.store_errors import is_starved, starved
 
     if is_starved(error):
-        said = starved("this host has too little left", error)
-        tell(f"error: {said}")
-        return said.exit_code
+        return _refused(starved("this host has too little left", error), argv)
     tell(f"{traceback.format_exc()}error: this is a bug in trainckpt; please report it")
     return TrainckptError.exit_code
 

@@ -152,7 +152,7 @@ def dump(program: Path, root: int, images: Path, held: Iterable[int] = ()) -> st
         "" on success, else CRIU's errors; the tree then runs on.
     """
     options = ["--tree", str(root), "--leave-stopped", "--timeout", str(COLLECT_WITHIN_S)]
-    run = partial(_run, held=tuple(held))
+    run = partial(_run, limit_s=None, held=tuple(held))
     return _tell(program, "dump", images, options, run)
 
 
@@ -255,44 +255,34 @@ def _through(
 
 
 def _ask(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run CRIU where it touches no tree, and end all that a killed one leaves."""
-    command: list[str | Path] = [program, *arguments]
+    return _run([program, *arguments], limit_s=ASK_WITHIN_S)
+
+
+def _run(
+    command: list[str | Path], *, limit_s: float | None, held: tuple[int, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run CRIU in a session of its own, and end all that a failed one leaves in it."""
     try:
-        with subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        ) as process:
+        with (
+            _most_descriptors(),
+            subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                pass_fds=held,
+                start_new_session=True,
+            ) as process,
+        ):
             try:
-                out, err = process.communicate(timeout=ASK_WITHIN_S)
+                out, err = process.communicate(timeout=limit_s)
             finally:
                 if process.returncode != 0:  # its children test the kernel, stopped or traced
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         os.killpg(process.pid, signal.SIGKILL)
         return subprocess.CompletedProcess(command, process.returncode, out, err)
-    except (OSError, subprocess.SubprocessError) as error:
-        return subprocess.CompletedProcess(command, 1, "", str(error))
-
-
-def _run(
-    command: list[str | Path], *, held: tuple[int, ...] = ()
-) -> subprocess.CompletedProcess[str]:
-    try:
-        with _most_descriptors():
-            return subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                stdin=subprocess.DEVNULL,
-                pass_fds=held,
-                check=False,
-                start_new_session=True,
-            )
     except (OSError, subprocess.SubprocessError) as error:
         return subprocess.CompletedProcess(command, 1, "", str(error))
 

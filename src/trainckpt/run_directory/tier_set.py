@@ -94,8 +94,8 @@ class TierSet:
             records = attempt_history.read_attempts(tier)
             if before := recorded_place.other_place(self.run_tier, records):
                 raise ConfigurationError(
-                    f"{self.run_tier.url} holds no run, and the tier {tier.name} holds that of "
-                    f"{before}",
+                    f"{self.run_tier.url} holds no run, and the tier {tier.name} holds that "
+                    f"of {before}",
                     hint="name other tiers for a new run ({run} in a URL stands for the name of "
                     "its place); or, to go on with that run from here, resume='required'",
                 )
